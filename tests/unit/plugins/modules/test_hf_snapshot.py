@@ -1,0 +1,158 @@
+# Copyright (c) dgxspark.vllm authors
+# Apache License 2.0 (see LICENSE or https://www.apache.org/licenses/LICENSE-2.0)
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.dgxspark.vllm.plugins.modules import hf_snapshot
+from local_units import LocalUnits
+
+FILES = {"config.json": b"{}", "model.safetensors.index.json": b"{}", "model.safetensors": os.urandom(50_000)}
+
+
+@pytest.fixture
+def units(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalUnits]:
+    made = LocalUnits()
+    monkeypatch.setattr(hf_snapshot, "Systemd", lambda: made)
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def pin(tmp_path: Path) -> str:
+    (tmp_path / "source").mkdir()
+    for name, data in FILES.items():
+        (tmp_path / "source" / name).write_bytes(data)
+    text = "".join(f"{hashlib.sha256(data).hexdigest()}  {name}\n" for name, data in FILES.items())
+    (tmp_path / "source" / "SHA256SUMS").write_text(text)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+Look = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def look(tmp_path: Path, run_module: Look, units: LocalUnits, pin: str) -> Look:
+    """The task as its action plugin runs it: again and again until the job has ended."""
+
+    def run(check: bool = False, **args: Any) -> dict[str, Any]:
+        whole = {"repo": "org/name", "revision": pin, "source": str(tmp_path / "source"), "dest": str(tmp_path / "dest")}
+        whole |= {"state_dir": str(tmp_path / "state"), **args}
+        for _ in range(20):
+            result = run_module(hf_snapshot.main, whole, check=check)
+            if result.get("job", {}).get("state") != "running":
+                return result
+            whole["watch"] = result["job"]["watch"]
+        raise AssertionError("never ended")
+
+    return run
+
+
+def test_check_run_check_run_change(look: Look, tmp_path: Path, units: LocalUnits, pin: str) -> None:
+    dest = tmp_path / "dest"
+    would = look(check=True)
+    assert would["changed"] and not would["complete"] and would["missing"] == {"files": 3, "bytes": 50_004}
+    assert "3 of 3 files" in would["msg"] and not dest.exists() and not (tmp_path / "state").exists() and units.started == []
+
+    done = look()
+    assert done["changed"] and done["complete"] and (done["files"], done["bytes"], done["resumed_bytes"]) == (3, 50_004, 0)
+    assert (done["path"], done["revision"], done["job"]["state"]) == (str(dest), pin, "done")
+    assert done["diff"] == would["diff"] and "config.json: missing" in done["diff"][0]["before"]
+
+    for check in (True, False):
+        again = look(check=check)
+        assert not again["changed"] and again["complete"] and (again["files"], again["bytes"]) == (3, 50_004)
+        assert "job" not in again
+    assert len(units.started) == 1
+
+    (dest / "config.json").write_text("damaged")
+    would = look(check=True)
+    assert would["changed"] and would["missing"]["files"] == 1 and (dest / "config.json").read_text() == "damaged"
+    assert look()["changed"] and (dest / "config.json").read_bytes() == FILES["config.json"]
+
+
+def test_everything_wrong_is_said_at_once(look: Look, units: LocalUnits) -> None:
+    result = look(source="relative", dest="/", revision="main")
+    assert result["failed"] and {p["class"] for p in result["problems"]} == {"bad_source", "bad_dest", "no_pin"}
+    assert all(p["remedy"] in result["msg"] and p["evidence"] in result["msg"] for p in result["problems"])
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_the_hub_is_refused_with_the_way_out(look: Look, check: bool, units: LocalUnits) -> None:
+    result = look(source="hub", revision="a" * 40, check=check)
+    assert result["failed"] and [p["class"] for p in result["problems"]] == ["hub_not_supported"]
+    assert "checkpoint_source" in result["msg"] and units.started == []
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_wrong_revision_is_known_without_a_job(look: Look, check: bool, pin: str, units: LocalUnits) -> None:
+    result = look(revision="sha256:" + "0" * 64, check=check)
+    assert result["failed"] and "0" * 64 in result["msg"] and pin in result["msg"] and units.started == []
+
+
+def test_a_commit_needs_the_sums_as_pin(look: Look, tmp_path: Path, pin: str) -> None:
+    assert f"cd {tmp_path / 'source'} && sha256sum * > SHA256SUMS && sha256sum SHA256SUMS" in look(revision="a" * 40)["msg"]
+    done = look(revision="a" * 40, sums_sha256=pin)
+    assert done["complete"] and done["revision"] == "a" * 40
+    assert json.loads((tmp_path / "dest" / ".dgxspark-snapshot.json").read_text())["revision"] == "a" * 40
+
+
+def test_check_mode_before_the_source_is_there(look: Look, tmp_path: Path) -> None:
+    result = look(check=True, source=str(tmp_path / "not mounted yet"))
+    assert result["changed"] and result["missing"] == {"files": None, "bytes": None} and "cannot be read now" in result["msg"]
+    assert look(source=str(tmp_path / "not mounted yet"))["problems"][0]["class"] == "source_vanished"
+    result = look(check=True, source="http://127.0.0.1:9/m")
+    assert result["changed"] and "cannot be read now" in result["msg"]
+
+
+def test_full_verification_is_a_job_and_changes_only_what_is_wrong(look: Look, tmp_path: Path, units: LocalUnits) -> None:
+    look()
+    good = look(verify="full")
+    assert not good["changed"] and good["complete"] and good["files"] == 3 and len(units.started) == 2
+    file = tmp_path / "dest" / "model.safetensors"
+    info = file.stat()
+    file.write_bytes(bytes(50_000))
+    os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+    assert not look()["changed"]
+    mended = look(verify="full")
+    assert mended["changed"] and "model.safetensors: damaged" in mended["diff"][0]["before"] and file.read_bytes() == FILES[file.name]
+
+
+def test_a_file_that_never_ends_is_not_waited_for(look: Look, tmp_path: Path) -> None:
+    (tmp_path / "source" / "config.json").unlink()
+    os.mkfifo(tmp_path / "source" / "config.json")
+    assert look()["problems"][0]["class"] == "source_damaged"
+
+
+def test_a_second_run_joins_the_first(
+    tmp_path: Path, run_module: Look, units: LocalUnits, pin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first controller is gone after one look (Ctrl-C); the second joins and ends with the same result."""
+    args = {
+        "repo": "o/n",
+        "revision": pin,
+        "source": str(tmp_path / "source"),
+        "dest": str(tmp_path / "dest"),
+        "state_dir": str(tmp_path / "state"),
+    }
+    monkeypatch.setattr(hf_snapshot.Job.follow, "__defaults__", (0.0,))
+    first = run_module(hf_snapshot.main, args)
+    assert first["job"]["state"] == "running" and not first["changed"] and not first["complete"]
+    second = run_module(hf_snapshot.main, args)
+    while second.get("job", {}).get("state") == "running":
+        time.sleep(0.05)
+        second = run_module(hf_snapshot.main, {**args, "watch": second["job"]["watch"]})
+    assert second["complete"] and len(units.started) == 1
+
+
+def test_a_destination_that_is_a_file(look: Look, tmp_path: Path) -> None:
+    (tmp_path / "dest").write_text("x")
+    assert look()["problems"][0]["class"] == "dest_not_writable"
