@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .files import file_sha256, read_json, stamp, write_json
-from .jobs import JobFailure, Progress, digest, work_on
+from .jobs import JobFailure, Progress, digest, plain, work_on
 from .log_classifier import diagnose
 from .problems import Problem, problem
 
@@ -254,12 +254,13 @@ def reclaimable_cache(system_df: str) -> int:
 def disk_need(entries: Sequence[Entry]) -> int:
     """Bytes a build takes below Docker's data root at its peak.
 
-    The context is stored once and copied into a layer once; what is compressed in it is unpacked in the build stage to some four times
-    its size, and copied to the final stage.
+    The context is stored once and copied into a layer once. What is compressed in it unpacks to over three times its size, of which there
+    are three copies: the build stage's layer, the final one, and the container that this one is made in (measured: 7.5 GB for 0.8 GB of
+    context with 0.62 GB of wheels).
     """
     context = sum(e.size for e in entries)
     packed = sum(e.size for e in entries if e.dest.endswith(COMPRESSED))
-    return 2 * context + 2 * 4 * packed
+    return 2 * context + 10 * packed
 
 
 def space_problems(root: str, need: int, have: int, reclaimable: int) -> list[Problem]:
@@ -370,9 +371,12 @@ def classify(lines: Sequence[str], status: int, log: str) -> Problem:
         if found["class"] in _SHARED:
             return problem(found["class"], f"{found['evidence']} ({ended})", found["remedy"])
     for name, pattern, remedy in _CAUSES:
-        for line in reversed(lines):
-            if re.search(pattern, line):
-                return problem(name, f"{line.strip()[:300]} ({ended})", remedy)
+        for number in reversed(range(len(lines))):
+            if re.search(pattern, lines[number]):
+                evidence = lines[number].strip()[:300]
+                if name == "pip_hash_mismatch":  # which wheel is in the next line
+                    evidence = " ".join([evidence[:60], *(line.strip() for line in lines[number + 1 : number + 2])])
+                return problem(name, f"{evidence} ({ended})", remedy)
     if general:
         return problem(general[0]["class"], f"{general[0]['evidence']} ({ended})", general[0]["remedy"])
     last = next((line.strip() for line in reversed(lines) if line.strip()), "no output")
@@ -569,7 +573,7 @@ def _run_build(
 def _read_log(stream: Iterable[bytes], progress: Progress) -> list[str]:
     log, tail, staged = BuildLog(), [""], False
     for raw in stream:
-        line = raw.decode(errors="replace").rstrip()
+        line = plain(raw.decode(errors="replace"))
         print(line, flush=True)
         tail = [*tail[-199:], line]
         if log.feed(line):

@@ -203,6 +203,10 @@ class Progress:
             self._samples.popleft()
         self._write(force=self._now["unit"] != "B" and self._now["moved"] == now)  # bytes come by the thousand, steps do not
 
+    def mark(self) -> None:
+        """The rate counts from here: what came before went at another pace."""
+        self._samples.clear()
+
     def add(self, amount: float) -> None:
         """More of the stage is done."""
         self.at(self._now["done"] + amount)
@@ -320,9 +324,9 @@ class Status:
 
 
 def rate_and_eta(progress: dict[str, Any], now: float) -> tuple[float | None, float | None]:
-    """Units per second over the last half minute, and seconds left; None while nothing can be said."""
+    """Bytes per second over the last half minute, and seconds left; None while nothing can be said, as of steps, which differ in length."""
     since, done, total = progress.get("since"), progress.get("done"), progress.get("total")
-    if not since or done is None or now - since[0] < 1.0 or done <= since[1]:
+    if progress.get("unit") != "B" or not since or done is None or now - since[0] < 1.0 or done <= since[1]:
         return None, None
     rate = (done - since[1]) / (now - since[0])
     return round(rate, 3), None if total is None else round(max(0.0, total - done) / rate, 1)
@@ -339,6 +343,11 @@ def stalled(progress: dict[str, Any], started: float, now: float, limit_s: float
     return limit_s > 0 and now - max(started, progress.get("moved", started)) > limit_s
 
 
+def plain(line: str) -> str:
+    """A line as a terminal would show it: without colours, and what was written last where a carriage return overwrote it."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).rstrip().rsplit("\r", 1)[-1]
+
+
 def log_tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
     """The last lines of a log, without terminal escapes and carriage returns."""
     try:
@@ -348,8 +357,7 @@ def log_tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
             text = stream.read().decode(errors="replace")
     except OSError:
         return []
-    clean = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    return [line.rsplit("\r", 1)[-1] for line in clean.replace("\r\n", "\n").split("\n") if line.strip()][-lines:]
+    return [line for line in map(plain, text.split("\n")) if line.strip()][-lines:]
 
 
 class Job:

@@ -437,6 +437,7 @@ RULES: tuple[Rule, ...] = (
         "prefix_caching_hybrid",
         _re(r"precopy_mamba\w*|mamba_utils\.py.*run_fused_precopy"),
         "prefix caching does not work with this hybrid (linear attention) model: " + _OVERRIDES("enable-prefix-caching: false"),
+        context=2,
     ),
     Rule(
         "prefix_caching_hybrid",

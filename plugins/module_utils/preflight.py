@@ -19,7 +19,7 @@ LOST_WORTH_NAMING_GIB = 8.0
 STUCK_CLOCK_MHZ, STUCK_POWER_W, BUSY_PCT = 800, 20, 50
 
 # Problem class -> what it stands for. The names are what `accept` takes.
-CLASSES: Mapping[str, str] = {
+CLASSES: dict[str, str] = {
     "apt_locked": "another package manager holds a lock",
     "arch_wrong": "the node is not aarch64, and the image is for a Spark",
     "container_name_taken": "a container that is not ours has the service's name",
@@ -44,7 +44,6 @@ CLASSES: Mapping[str, str] = {
     "memory_unknown": "/proc/meminfo cannot be read",
     "page_cache": "enough memory is available, but much of it holds page cache",
     "port_taken": "somebody else listens on a port",
-    "python_old": "the node's Python is too old",
     "swap_active": "swap is on, and fastsafetensors does not work with it",
     "systemd_missing": "systemd does not run this node",
     "toolkit_listed": "this version of the container toolkit is known for trouble",
@@ -98,6 +97,15 @@ def judge(spark: Mapping[str, Any], needs: Needs, reclaimable_bytes: float = 0.0
     return [found for check in checks for found in check]
 
 
+def python_problem(version: tuple[int, ...]) -> Problem | None:
+    """Whether modules can run under this Python at all."""
+    if version >= PYTHON_MIN:
+        return None
+    shown = ".".join(str(part) for part in version[:3])
+    remedy = "set ansible_python_interpreter of this host to a Python 3.10 or later"
+    return problem("python_old", f"modules run under Python {shown} here; they need 3.10 or later", remedy)
+
+
 def ours_is_up(spark: Mapping[str, Any], needs: Needs) -> bool:
     """Whether our own service has the node's memory now: its unit is up or on its way, or its container runs."""
     if spark["unit"].get("active") in ("active", "activating", "reloading", "deactivating"):
@@ -115,12 +123,6 @@ def _platform(spark: Mapping[str, Any], needs: Needs) -> Iterator[Problem]:
             "arch_wrong",
             f"this node is {spark['arch']}; a DGX Spark is aarch64, and its image runs nowhere else",
             "check the address in the inventory; without a Spark, try a recipe whose image profile is cpu (`make rehearsal`)",
-        )
-    if version_tuple(spark["python"]) < PYTHON_MIN:
-        yield problem(
-            "python_old",
-            f"modules run under Python {spark['python']} here; they need 3.10",
-            "set ansible_python_interpreter to a Python 3.10 or later on this host",
         )
     if not spark["systemd"]:
         yield problem(
@@ -186,12 +188,12 @@ def _gpu(spark: Mapping[str, Any], needs: Needs) -> Iterator[Problem]:
         return
     gpu = spark["gpu"]
     if gpu["error"]:
-        mismatch = "mismatch" in gpu["error"].lower()
-        remedy = (
-            "the driver was upgraded and the old module is still loaded: reboot"
-            if mismatch
-            else "`sudo dmesg | grep -i nvrm`; install the driver, or reboot after an upgrade of it"
-        )
+        if "mismatch" in gpu["error"].lower():
+            remedy = "the driver was upgraded and the old module is still loaded: reboot"
+        elif gpu["driver"]:
+            remedy = "`sudo dmesg | grep -i nvrm` says why; reboot if the driver was upgraded"
+        else:
+            remedy = "install the NVIDIA driver (DGX OS brings it) and reboot, until `nvidia-smi` lists the GPU"
         yield problem("gpu_unusable", gpu["error"] + (f" (kernel module {gpu['driver']})" if gpu["driver"] else ""), remedy)
     if gpu["driver"] and needs.driver_min and version_tuple(gpu["driver"]) < version_tuple(needs.driver_min):
         yield problem(

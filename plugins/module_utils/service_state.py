@@ -34,6 +34,8 @@ _PROPERTIES = (
 # More than any start-up writes, and little enough to read in a second.
 MAX_LINES = 20000
 EVIDENCE_LINES = 20
+# What a server died of is near the end of its log; an instance that has served for weeks has written of other mishaps before.
+DEATH_LINES = 5000
 
 
 def runner(module: Any) -> Runner:
@@ -131,6 +133,11 @@ class Journal:
     @property
     def text(self) -> str:
         return "\n".join(entry.text for entry in self.entries)
+
+    @property
+    def end(self) -> str:
+        """The last part, for the cause of a death."""
+        return "\n".join(entry.text for entry in self.entries[-DEATH_LINES:])
 
 
 def read_journal(run: Runner, unit: str, invocation: str = "", *, after: str = "", until: float = 0.0, lines: int = MAX_LINES) -> Journal:

@@ -575,6 +575,7 @@ class Fetch:
             hasher.update(chunk)
             self._progress.at(before + part.tell())
         have = resumed = part.tell()
+        self._progress.mark()  # reading a part is faster than bringing it
         tries = 0
         while True:
             start = have

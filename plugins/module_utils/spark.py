@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .listeners import Process, listeners, processes
 
@@ -51,7 +51,8 @@ class Answer(NamedTuple):
     error: str = ""
 
 
-Runner = Callable[[Sequence[str], float], Answer]
+if TYPE_CHECKING:  # so that a Python too old for this module can still import it, and say that it is too old
+    Runner = Callable[[Sequence[str], float], Answer]
 
 
 def run_command(argv: Sequence[str], timeout_s: float) -> Answer:

@@ -134,6 +134,7 @@ problems:
   returned: failure
 """
 
+import errno
 import re
 from pathlib import Path
 from typing import Any
@@ -268,8 +269,10 @@ def main() -> None:
     except JobFailure as failure:
         module.fail_json(msg=failure.message(f"There is no image for profile {p['profile']}."), problems=failure.problems)
     except OSError as error:
-        where = f"{error.filename}: {error.strerror or error}"
-        failure = JobFailure(problem("state_not_writable", where, "make the collection's state folder on the node writable"))
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        remedy = "free space on its file system" if full else "make the collection's state folder on the node writable"
+        where = f"{error.filename or p['state_dir']}: {error.strerror or error}"
+        failure = JobFailure(problem("disk_full" if full else "state_not_writable", where, remedy))
         module.fail_json(msg=failure.message(f"The image of profile {p['profile']} cannot be recorded."), problems=failure.problems)
     module.exit_json(**result)
 

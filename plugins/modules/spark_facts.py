@@ -133,7 +133,6 @@ options:
       - memory_unknown
       - page_cache
       - port_taken
-      - python_old
       - swap_active
       - systemd_missing
       - toolkit_listed
@@ -257,13 +256,14 @@ accepted:
   elements: dict
 """
 
+import sys
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils import spark as node
-from ..module_utils.preflight import CLASSES, DiskNeed, Needs, disk_is_short, judge
+from ..module_utils.preflight import CLASSES, DiskNeed, Needs, disk_is_short, judge, python_problem
 from ..module_utils.problems import describe, errors
 
 # Tests lay a machine out in a folder.
@@ -313,6 +313,8 @@ def main() -> None:
         supports_check_mode=True,
     )
     p = module.params
+    if old := python_problem(tuple(sys.version_info[:3])):
+        module.fail_json(msg=describe([old], "This module cannot run here."), problems=[old], accepted=[])
     needs = Needs(
         ports=p["ports"],
         address=p["address"],

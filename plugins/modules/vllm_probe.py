@@ -141,7 +141,7 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils.log_classifier import Diagnosis, diagnose
 from ..module_utils.problems import Problem, describe, errors, problem
-from ..module_utils.service_state import EVIDENCE_LINES, UnitState, death_problems, read_journal, read_unit, runner
+from ..module_utils.service_state import DEATH_LINES, EVIDENCE_LINES, UnitState, death_problems, read_journal, read_unit, runner
 from ..module_utils.vllm_http import Reply, local_url, request
 from ..module_utils.vllm_log import mask, tail
 from ..module_utils.vllm_metrics import Counters, SpecDecode, counters, spec_decode, wedged
@@ -351,7 +351,7 @@ class Probe:
             self.fail([problem("server_failed", evidence, "read the server's log")], "The server failed")
         deadline = time.monotonic() + DEATH_WAIT_S
         while True:
-            journal = read_journal(self.run, self.unit.name, self.unit.invocation)
+            journal = read_journal(self.run, self.unit.name, self.unit.invocation, lines=DEATH_LINES)
             diagnosis = diagnose(journal.text)
             latest = read_unit(self.run, self.params["unit"])
             gone = not latest.alive or latest.invocation != self.unit.invocation

@@ -99,7 +99,7 @@ problems:
   elements: dict
   returned: always
 log_tail:
-  description: The last lines of the log.
+  description: The last lines of the log, if it shows no known fault.
   type: list
   elements: str
   returned: on failure
@@ -258,7 +258,7 @@ class Wait:
         latest = read_unit(self.run, self.unit_name)
         again = latest.invocation != invocation or latest.restarts > self.state["restarts"]
         journal = self.whole_log(unit, invocation)
-        diagnosis = diagnose(journal.text)
+        diagnosis = diagnose(journal.end)
         last_lines = tail(journal.text, EVIDENCE_LINES)
         problems = death_problems(diagnosis, unit if again else latest, last_lines)
         if health.ok or self.health().ok:
@@ -276,7 +276,7 @@ class Wait:
     def fail_waiting(self, unit: UnitState, first: Problem, headline: str) -> None:
         """The unit lives and is of no use."""
         journal = read_journal(self.run, unit.name, unit.invocation)
-        diagnosis = diagnose(journal.text)
+        diagnosis = diagnose(journal.end)
         self.fail([first, *as_problems(diagnosis)], headline, diagnosis, tail(journal.text, EVIDENCE_LINES))
 
     def where(self) -> str:
@@ -292,7 +292,7 @@ class Wait:
             msg=describe(problems, headline),
             problems=problems,
             diagnosis=diagnosis or [],
-            log_tail=last_lines or [],
+            log_tail=[] if diagnosis else last_lines or [],
             **self.progress(ready=False, now=time.time()),
         )
 

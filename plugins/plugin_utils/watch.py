@@ -185,8 +185,8 @@ class WatchedAction(ActionBase):
                 gone = now - lost_at
                 if gone >= self.RECONNECT_S:
                     raise AnsibleConnectionFailure(
-                        f"{self.LABEL or 'the job'}: the node has been out of reach for {human_seconds(gone)}. The work there may still be going on:"
-                        " run the same command again to look at it, nothing is started twice"
+                        f"{self.LABEL or 'the job'}: the node has been out of reach for {human_seconds(gone)}. The work there may still be"
+                        " going on: run the same command again to look at it, nothing is started twice"
                     ) from exc
                 if told_at is None or now - told_at >= self.SHOW_EVERY_S:
                     told_at = now

@@ -45,7 +45,7 @@ Host key verification failed."""
         (f"{WRAP}Received disconnect from 192.0.2.21 port 22:2: Too many authentication failures", "ssh_auth", "ssh-copy-id"),
         ("Invalid/incorrect password: Permission denied, please try again.", "ssh_auth", "ansible_user"),
         (
-            f'{WRAP}@ WARNING: UNPROTECTED PRIVATE KEY FILE! @\nLoad key "/k": bad permissions\nspark@192.0.2.21: Permission denied (publickey).',
+            f'{WRAP}@ WARNING: UNPROTECTED PRIVATE KEY FILE! @\nLoad key "/k": bad permissions\nspark@x: Permission denied (publickey).',
             "ssh_key_file",
             "chmod 600",
         ),
@@ -131,7 +131,8 @@ def test_other_texts_are_not_explained_away(said: str) -> None:
         ("Task failed: Warning: Permanently added 'x' (ED25519) to the list of known hosts.\nConnection refused", "Connection refused"),
         (
             CHANGED,
-            "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! / Offending ED25519 key in /home/me/.ssh/known_hosts:7 / Host key verification failed.",
+            "WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! / Offending ED25519 key in /home/me/.ssh/known_hosts:7"
+            " / Host key verification failed.",
         ),
         ("y" * 1000, "y" * 297 + "..."),
     ],
