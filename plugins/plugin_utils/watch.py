@@ -89,8 +89,9 @@ class Progress:
 
     def _figures(self, job: dict[str, Any], done: float, total: float, now: float) -> list[str]:
         unit = str(job.get("unit") or "")
-        rate = _number(job.get("rate")) or self._measured_rate()
-        left = job.get("eta_s")
+        # The steps of a build take a second or minutes: neither a rate nor a time left can be told from how many there were.
+        rate = 0.0 if unit == "steps" else _number(job.get("rate")) or self._measured_rate()
+        left = None if unit == "steps" else job.get("eta_s")
         if left is None and rate > 0 and total > done:
             left = (total - done) / rate
         amount = str(job.get("message") or "") or self._amount(done, total, unit)
@@ -139,7 +140,7 @@ class WatchedAction(ActionBase):
         args = dict(self._task.args)
         host = str((task_vars or {}).get("inventory_hostname") or self._play_context.remote_addr or "")
         progress = Progress(host, self.LABEL, self.SHOW_EVERY_S, self._now())
-        changed, diff = False, None
+        changed, diff, self._looks = False, None, 0
         latest = self._look(args, task_vars)
         while True:
             changed = changed or bool(latest.get("changed"))
@@ -152,6 +153,7 @@ class WatchedAction(ActionBase):
             latest = self._look_again(args, task_vars, progress)
         result.update(latest)
         result["changed"] = changed
+        result["module_runs"] = self._looks
         if diff:
             result["diff"] = diff
         job = latest.get("job") or {}
@@ -169,6 +171,7 @@ class WatchedAction(ActionBase):
         return isinstance(job, dict) and job.get("state") == "running"
 
     def _look(self, args: dict[str, Any], task_vars: dict[str, Any] | None) -> dict[str, Any]:
+        self._looks += 1
         # A copy: Ansible adds its internal arguments to what it is given.
         result: dict[str, Any] = self._execute_module(module_args=dict(args), task_vars=task_vars)
         return result

@@ -10,6 +10,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -197,11 +198,11 @@ def test_joined_never_started_twice(job: Job, units: LocalUnits) -> None:
 
 def test_two_controllers_at_one_moment(job: Job, units: LocalUnits) -> None:
     spec = {"name": "a", "steps": 3, "pause": 0.1}
-    threads = [threading.Thread(target=job.follow, args=(spec, f"w{n}", 0, 0.3)) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    stop = units.stop
+    units.stop = lambda unit: (time.sleep(0.2), stop(unit))  # type: ignore[assignment]  # all of them are about to start it
+    with ThreadPoolExecutor(4) as pool:
+        looks = [pool.submit(job.follow, spec, f"w{n}", 0, 0.3) for n in range(4)]
+    assert all(look.result().state in {"running", "done"} for look in looks)
     assert len(units.started) == 1
 
 
@@ -292,6 +293,15 @@ def test_half_written_state_is_not_trusted(job: Job, units: LocalUnits) -> None:
 def test_old_result_of_another_spec_is_not_taken_for_this_one(job: Job, units: LocalUnits) -> None:
     wait(job, {"name": "a"}, "w1")
     assert wait(job, {"name": "b"}, "w1").result == {"made": "b"}
+
+
+def test_cut_between_noting_an_attempt_and_starting_it(job: Job, units: LocalUnits) -> None:
+    """The result of the attempt before is still there; it says nothing about this one."""
+    wait(job, {"name": "a"}, "w1")
+    attempt = json.loads((job.folder / "attempt.json").read_text())
+    (job.folder / "attempt.json").write_text(json.dumps({**attempt, "spec": digest({"name": "b"})}))
+    assert job.follow({"name": "b"}, "w1", 0).problems[0]["class"] == "job_lost"
+    assert wait(job, {"name": "b"}, "w2").result == {"made": "b"}
 
 
 def test_the_zip_runs_alone_and_holds_only_the_collections_code(tmp_path: Path) -> None:

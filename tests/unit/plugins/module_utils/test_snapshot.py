@@ -229,7 +229,7 @@ def test_file_states(tmp_path: Path) -> None:
 )
 def test_a_broken_manifest_is_no_manifest(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST).write_text(text)
-    assert complete(tmp_path, H, []) is None
+    assert complete(tmp_path, H, []) is None and snapshot.known(tmp_path).files == {}
 
 
 @pytest.mark.parametrize(
@@ -451,6 +451,25 @@ def test_another_revision(source: tuple[Path, str], bring: Bring) -> None:
     assert (bring.dest / INDEX).read_bytes() == newer[INDEX] and (bring.dest / "config.json").stat().st_ino == kept
     assert "model-00001-of-00002.safetensors: left over" in result["before"]
     assert complete(bring.dest, pin, [INDEX]) is None and complete(bring.dest, new_pin, [INDEX]) is not None
+
+
+def test_an_index_that_was_mended_for_another_revision_is_not_kept(source: tuple[Path, str], bring: Bring) -> None:
+    folder, pin = source
+    bring(folder, pin)
+    (bring.dest / INDEX).write_text("mended for the old shards")
+    bring(folder.parent / "newer", fill(folder.parent / "newer", {INDEX: FILES[INDEX], "model.safetensors": b"new"}))
+    assert (bring.dest / INDEX).read_bytes() == FILES[INDEX]
+
+
+def test_a_broken_change_of_revision_is_complete_for_no_one(source: tuple[Path, str], bring: Bring) -> None:
+    folder, pin = source
+    bring(folder, pin)
+    new_pin = fill(folder.parent / "newer", {"config.json": b"new", "model.safetensors": b"new"})
+    (folder.parent / "newer" / "model.safetensors").unlink()
+    assert bring.failure(folder.parent / "newer", new_pin)["class"] == "source_incomplete"
+    assert MANIFEST not in bring.names() and complete(bring.dest, pin, []) is None and complete(bring.dest, new_pin, []) is None
+    bring(folder, pin)  # and back again
+    assert complete(bring.dest, pin, []) is not None and not (bring.dest / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize(
