@@ -170,7 +170,11 @@ def main() -> None:
                 skip_or_fail(module, failed[0])
             fail(module, failed, {})
         if not module.check_mode:
-            write_json(kept, gate)
+            try:
+                write_json(kept, gate)
+            except OSError as error:
+                remedy = "set become: true" if isinstance(error, PermissionError) else "mend what the message says about this path"
+                fail(module, [problem("file_access", str(error), remedy)], {})
     baked: list[Problem] = gate.pop("baked", [])
     gate = {**gate, "image_id": image_id, "cached": cached}
     found = problems_of(gate, p["cuda"]) + baked

@@ -309,7 +309,8 @@ def look(commands: Commands, name: str, paths: Paths) -> Now:
         service = commands.service(name)
         container, error = commands.inspect("container", name)
         between = service.get("SubState") in ("start-pre", "start", "stop", "stop-sigterm", "stop-post")
-        between = between or (service.get("ActiveState") == "active" and not container and not error)
+        coming = not error and container.get("State", {}).get("Status", "created") == "created"
+        between = between or (service.get("ActiveState") == "active" and coming)
         if not between or time.monotonic() > deadline:
             return Now(_read(paths.unit), _read(paths.env), service, container, error)
         time.sleep(POLL_S)
@@ -653,10 +654,14 @@ def main() -> None:
         supports_check_mode=True,
     )
     run = Unit(module)
-    now = look(run.commands, run.name, run.paths)
-    if module.params["state"] == "absent":
-        run.remove(now)
-    run.present(now)
+    try:
+        now = look(run.commands, run.name, run.paths)
+        if module.params["state"] == "absent":
+            run.remove(now)
+        run.present(now)
+    except OSError as error:
+        remedy = "set become: true" if isinstance(error, PermissionError) else "mend what the message says about this path"
+        fail(module, [problem("file_access", str(error), remedy)], f"{run.name}.service cannot be set up", **run.changes.result())
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class Node:
         self.container = {
             "Id": f"{self.count:064d}",
             "Image": image[1],
-            "State": {"Running": True, "StartedAt": "2026-01-31T12:00:00Z"},
+            "State": {"Running": True, "Status": "running", "StartedAt": "2026-01-31T12:00:00Z"},
             "Config": {"Labels": {"dgxspark.vllm.config": label[1]}, "Image": image[1]},
         }
 
@@ -263,6 +263,31 @@ def test_the_mode_of_the_environment_file_is_mended(apply: Runner, node: Node, t
     result = apply()
     assert result["changed"] and result["actions"] == [] and path.stat().st_mode & 0o777 == 0o600
     assert node.count == 1
+
+
+def test_a_container_that_is_just_being_made_is_waited_for(apply: Runner, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    apply()
+    monkeypatch.setattr(vllm_unit, "SETTLE_S", 5)
+    real, looks = node.docker, []
+
+    def slow(words: list[str]) -> tuple[int, str, str]:
+        if words[0] == "container":
+            looks.append(words)
+            if len(looks) == 1:
+                return 1, "[]", "Error: No such container: qwen"
+            if len(looks) == 2:
+                return 0, json.dumps([{**node.container, "State": {"Running": False, "Status": "created"}}]), ""
+        return real(words)
+
+    monkeypatch.setattr(node, "docker", slow)
+    assert not apply()["changed"] and len(looks) == 3
+
+
+def test_a_state_folder_that_cannot_be_written(apply: Runner, node: Node, tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file")
+    result = apply()
+    assert result["failed"] and [p["class"] for p in result["problems"]] == ["file_access"]
+    assert node.told == [] and not node.unit.exists()
 
 
 def test_stopped(apply: Runner, node: Node) -> None:
