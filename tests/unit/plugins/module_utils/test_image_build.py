@@ -246,7 +246,7 @@ def test_space_offers_a_prune_and_does_none() -> None:
 
 @pytest.mark.parametrize(
     ("cores", "kib", "jobs"),
-    [(20, 121 << 20, 15), (20, 400 << 20, 20), (20, 7 << 20, 1), (1, 121 << 20, 1), (20, 0, 1), (20, 16 << 20, 2)],  # C-13
+    [(20, 121 << 20, 15), (20, 400 << 20, 20), (20, 7 << 20, 1), (1, 121 << 20, 1), (20, 0, 1), (20, 16 << 20, 2)],
 )
 def test_compile_jobs_fit_into_memory(cores: int, kib: int, jobs: int) -> None:
     assert max_jobs(cores, kib) == jobs
@@ -315,7 +315,7 @@ def test_the_step_is_told_in_one_short_line() -> None:
     ("line", "kind"),
     [
         ("write /opt/vllm/x.so: no space left on device", "disk_full"),
-        ("Error processing tar file(exit status 1): write /a/b: no space left on device", "disk_full"),  # C-11
+        ("Error processing tar file(exit status 1): write /a/b: no space left on device", "disk_full"),
         ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "disk_full"),
         ("Got permission denied while trying to connect to the Docker daemon socket at unix:///var/run/docker.sock", "docker_group"),
         ("permission denied while trying to connect to the docker API at unix:///var/run/docker.sock", "docker_group"),
@@ -324,7 +324,7 @@ def test_the_step_is_told_in_one_short_line() -> None:
         ("ERROR: Hashes are required in --require-hashes mode, but they are missing", "pip_hash_mismatch"),
         ("ERROR: No matching distribution found for torch==2.13.0+cpu", "pip_no_wheel"),
         ("#9 3.2 ERROR: Could not find a version that satisfies the requirement zstandard==1", "pip_no_wheel"),
-        ("c++: fatal error: Killed signal terminated program cc1plus", "build_oom"),  # C-13
+        ("c++: fatal error: Killed signal terminated program cc1plus", "build_oom"),
         ("The command '/bin/sh -c pip install' returned a non-zero code: 137", "build_oom"),
         ('ERROR: process "/bin/sh -c make" did not complete successfully: exit code: 137', "build_oom"),
         ("ERROR: BuildKit is enabled but the buildx component is missing or broken.", "buildx_missing"),
@@ -333,7 +333,7 @@ def test_the_step_is_told_in_one_short_line() -> None:
         (
             "ERROR: failed to calculate checksum of ref 4f8s::x9: failed to get state for index 0 on abc: not found",
             "build_cache_lost",
-        ),  # C-12
+        ),
         ("fix-up torchvision_without_its_operators is not applicable: /opt/x: the expected text is there 0 times", "fixup_failed"),
         ("#12 0.2 fix-up distribution_named_vllm is not applicable: a distribution vllm 0.32.0 is installed", "fixup_failed"),
         ("ninja: build stopped: subcommand failed.", "compiler"),
@@ -461,6 +461,6 @@ def test_only_an_image_of_this_name_or_manifest_counts(docker: FakeDocker) -> No
 
 def test_inputs_of_an_image_from_elsewhere() -> None:
     labelled = {"Id": "sha256:a", "Config": {"Labels": {core.LABEL: "i"}}}
-    assert core.inputs_of(labelled) == "i" == core.inputs_of({**labelled, "Id": "sha256:b"})  # C-10: ids differ between nodes
+    assert core.inputs_of(labelled) == "i" == core.inputs_of({**labelled, "Id": "sha256:b"})  # ids differ between nodes
     plain = {"Id": "sha256:a", "Config": {"Labels": None}}
     assert core.inputs_of(plain) != core.inputs_of({**plain, "Id": "sha256:b"}) and len(core.inputs_of({"Id": "x"})) == 64

@@ -113,7 +113,7 @@ def test_decide(active: bool, same: bool, outcome: str | None, mine: bool, repla
 @pytest.mark.parametrize(
     ("samples", "window", "expected"),
     [
-        # B-01: a transfer that freezes for ever, and one that is only slow
+        # a transfer that freezes for ever, and one that is only slow
         ([(0, 65e6), (60, 65e6), (600, 65e6), (1500, 65e6)], 600, True),
         ([(0, 0), (60, 1e6), (120, 2e6)], 100, False),
         ([(0, 0), (60, 1e6), (120, 2e6), (130, 2e6)], 100, False),

@@ -216,7 +216,7 @@ def test_file_states(tmp_path: Path) -> None:
         ("a", {**entry, "size": 4}, G, True, "unverified"),  # but not of another revision
         ("none", entry, H, False, "missing"),
         ("none", entry, H, True, "missing"),
-        ("link", entry, H, False, "link"),  # B-10, B-15: never trusted, never written through
+        ("link", entry, H, False, "link"),  # never trusted, never written through
         ("link", entry, H, True, "link"),
         ("folder", entry, H, False, "link"),
     ]
@@ -238,7 +238,7 @@ def test_a_broken_manifest_is_no_manifest(tmp_path: Path, text: str) -> None:
         (70e9, 100e9, [], []),
         (0, 2e9, [], []),
         (70e9, 70.5e9, [], ["70.00 GB are missing", "1.07 GB stay free", "71.07 GB", "70.50 GB", "0.57 GB"]),
-        # B-04: the sum, and what lies there for nothing
+        # the sum, and what lies there for nothing
         (70e9, 50e9, [("/d/.x.part", 40e9)], ["left over from another revision: /d/.x.part (40.00 GB)", "on /data"]),
     ],
 )
@@ -251,7 +251,7 @@ def test_space(missing: float, have: float, stale: list[tuple[str, int]], words:
 @pytest.mark.parametrize(
     ("number", "name", "kind"),
     [
-        (errno.ENOSPC, "/d/.a.lock", "disk_full"),  # B-04: it shows first on a small file
+        (errno.ENOSPC, "/d/.a.lock", "disk_full"),  # it shows first on a small file
         (errno.EDQUOT, "/d/a", "disk_full"),
         (errno.EROFS, "/d/a", "dest_not_writable"),
         (errno.EACCES, "/d/a", "dest_not_writable"),
@@ -286,7 +286,7 @@ def test_a_whole_copy(source: tuple[Path, str], bring: Bring) -> None:
     ("fault", "state"),
     [
         (lambda p: p.unlink(), "missing"),
-        (lambda p: p.write_bytes(b"half"), "changed"),  # B-11: shorter than it should be
+        (lambda p: p.write_bytes(b"half"), "changed"),  # shorter than it should be
         (lambda p: p.write_bytes(p.read_bytes()[::-1]), "changed"),  # same size
         (lambda p: (p.unlink(), p.symlink_to("/etc/hostname")), "link"),
     ],
@@ -405,7 +405,7 @@ def test_finished_files_of_a_broken_run_are_not_brought_again(source: tuple[Path
 
 
 def test_killed_between_files(source: tuple[Path, str], bring: Bring, monkeypatch: pytest.MonkeyPatch) -> None:
-    """H-07: files are there, the manifest is not; what was finished counts, and nothing passes for complete."""
+    """Files are there, the manifest is not; what was finished counts, and nothing passes for complete."""
     folder, pin = source
     real, seen = snapshot.Fetch.file, []
 
