@@ -167,6 +167,26 @@ def manifest_text(manifest: Any) -> str:
     return inputs_text(manifest.get("detail"), str(manifest.get("image_id"))) if isinstance(manifest, dict) else ""
 
 
+def compared(before: str, after: str) -> tuple[str, str]:
+    """Two texts of `inputs_text` for a diff. With nothing to compare, a folder's files are one line instead of one each."""
+    if before:
+        return before, after
+    lines: list[str] = []
+    folders: dict[str, list[str]] = {}
+    for line in after.splitlines():
+        folder, slash, _ = line.removeprefix("file ").partition("/")
+        if line.startswith("file ") and slash:
+            if folder not in folders:
+                lines.append(folder + slash)
+            folders.setdefault(folder, []).append(line)
+        else:
+            lines.append(line)
+    for folder, files in folders.items():
+        digest = digest_bytes("\n".join(files).encode())[:12]
+        lines[lines.index(folder + "/")] = f"folder {folder}/ {digest} ({len(files)} files)"
+    return before, "".join(f"{line}\n" for line in lines)
+
+
 def max_jobs(cores: int, available_kib: int) -> int:
     """Compile jobs that fit into memory: one for each 8 GiB, at most one for each core."""
     return max(1, min(cores, available_kib // (GIB_PER_COMPILER << 20)))
@@ -529,7 +549,8 @@ def build(spec: dict[str, Any], progress: Progress, log: str) -> dict[str, Any]:
     write_json(manifest, new)
     # Build stages of the classic builder stay behind as gigabytes of nameless images; only those of this profile are ours.
     docker("image", "prune", "--force", "--filter", f"label={LEFTOVER_LABEL}={spec['profile']}")
-    return {"image_id": image["Id"], "before": manifest_text(old), "after": manifest_text(new)}
+    before, after = compared(manifest_text(old), manifest_text(new))
+    return {"image_id": image["Id"], "before": before, "after": after}
 
 
 def _run_build(

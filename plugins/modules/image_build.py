@@ -165,7 +165,7 @@ def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
             raise JobFailure(*found)
         if check:
             changes = Changes()
-            changes.add(_header(p), core.manifest_text(old), core.inputs_text(spec["detail"], "to be built"))
+            changes.add(_header(p), *core.compared(core.manifest_text(old), core.inputs_text(spec["detail"], "to be built")))
             return {**base, **changes.result(), "image_id": "", "built": True, "msg": f"would build {spec['tag']}"}
 
     status = job.follow(spec, watch, p["stall_timeout_s"])
@@ -234,7 +234,7 @@ def _record(p: dict[str, Any], image: dict[str, Any], inputs: str, tag: str, det
     new = core.make_manifest(p["profile"], image, inputs, tag, detail, old)
     changes = Changes()
     if not core.manifest_is(old, new):
-        changes.add(_header(p), core.manifest_text(old), core.manifest_text(new))
+        changes.add(_header(p), *core.compared(core.manifest_text(old), core.manifest_text(new)))
         if not check:
             write_json(path, new)
     return {**changes.result(), "image_id": image["Id"], "inputs": inputs, "tag": tag}

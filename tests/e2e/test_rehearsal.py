@@ -22,8 +22,8 @@ def show(title: str, run: Run) -> None:
     print(
         f"\n{title}: changed={run.recap('changed')} failed={run.recap('failed')}, {figures['module_runs']} module runs, {run.seconds:.1f} s"
     )
-    for name, stage in figures["stages"].items() if isinstance(figures["stages"], dict) else ((s["name"], s) for s in figures["stages"]):
-        print(f"  {name:<14} {stage['seconds']:7.1f} s {stage['module_runs']:4} module runs")
+    for stage in figures["stages"]:
+        print(f"  {stage['stage']:<14} {stage['seconds']:7.1f} s {stage['module_runs']:4} module runs")
 
 
 def test_clean_node_in_check_mode(playbook: Playbook, on_node: OnNode) -> None:

@@ -62,7 +62,7 @@ def manifest(tmp_path: Path) -> dict[str, Any]:
 
 def test_check_run_check_run_change(look: Look, tmp_path: Path, units: LocalUnits, docker: FakeDocker) -> None:
     would = look(check=True)
-    assert would["changed"] and would["built"] and would["image_id"] == "" and "file w/a.whl" in would["diff"][0]["after"]
+    assert would["changed"] and would["built"] and would["image_id"] == "" and "folder w/ " in would["diff"][0]["after"]
     assert not (tmp_path / "state").exists() and units.started == []
 
     done = look()
