@@ -54,6 +54,7 @@ unit: ## Tests of functions and modules
 molecule: rehearsal-nodes ## Each role on a node: check on a clean host, converge, idempotence, verify
 	$(call venv,requirements/dev.txt)
 	@for scenario in $(SCENARIOS); do molecule test -s $$scenario || exit 1; done
+	ansible-playbook molecule/resources/destroy.yml -i inventory/rehearsal
 
 end-to-end: rehearsal-nodes ## site.yml on a node, twice, and what goes wrong
 	$(call venv,requirements/dev.txt)
