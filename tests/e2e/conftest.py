@@ -15,9 +15,8 @@ from typing import Any
 
 import ansible_runner
 import pytest
-from runs import OnNode, Playbook, Run
+from runs import ROOT, OnNode, Playbook, Run
 
-ROOT = Path(__file__).resolve().parents[2]
 REHEARSAL = ROOT / ".rehearsal"
 PREFIX = os.environ.get("REHEARSAL_PREFIX", "10.77")
 

@@ -8,10 +8,15 @@ The tests build on each other in the order of this file, as a user's day does.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import tarfile
 import time
+from pathlib import Path
 
 import pytest
-from runs import OnNode, Playbook, Run
+from runs import ROOT, OnNode, Playbook, Run
 
 CONTAINER_ID = ("docker", "inspect", "--format", "{{.Id}}", "dgxspark-vllm")
 
@@ -150,3 +155,32 @@ def test_healthy_server_that_dies_at_the_first_request(playbook: Playbook) -> No
     repaired = playbook("site.yml")
     assert repaired.rc == 0, repaired.output
     assert playbook("site.yml").recap("changed") == 0
+
+
+def test_installed_collection_serves_as_the_checkout_does(tmp_path: Path) -> None:
+    """The tarball holds what is used and nothing private; installed elsewhere, its playbook finds its roles."""
+    programs = Path(sys.executable).parent
+
+    def run(*argv: str) -> str:
+        env = {**os.environ, "ANSIBLE_CONFIG": str(tmp_path / "ansible.cfg")}
+        return subprocess.run(
+            [str(programs / argv[0]), *argv[1:]], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
+        ).stdout
+
+    (tmp_path / "ansible.cfg").write_text(f"[defaults]\ncollections_path = {tmp_path / 'installed'}\n")
+    run("ansible-galaxy", "collection", "build", str(ROOT), "--output-path", str(tmp_path))
+    tarball = next(tmp_path.glob("dgxspark-vllm-*.tar.gz"))
+    with tarfile.open(tarball) as archive:
+        names = {member.name.split("/")[0] for member in archive}
+        links = [member.name for member in archive if member.issym()]
+    assert names <= {
+        *("FILES.json", "MANIFEST.json", "CHANGELOG.md", "LICENSE", "README.md", "site.yml"),
+        *("changelogs", "docs", "meta", "playbooks", "plugins", "recipes", "roles"),
+    }
+    assert {"plugins", "roles", "recipes", "playbooks"} <= names
+    assert links == []
+    run("ansible-galaxy", "collection", "install", str(tarball), "--offline", "-p", str(tmp_path / "installed"))
+    output = run("ansible-playbook", "dgxspark.vllm.site", "-i", str(ROOT / "inventory/rehearsal"), "-l", "spark1")
+    assert "changed=0" in output
+    assert "failed=0" in output
+    assert "speculative decoding:" in output
