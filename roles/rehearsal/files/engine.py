@@ -132,7 +132,10 @@ def stop_own(base: Path) -> bool:
     pidfile = base / "engine/docker.pid"
     try:
         pid = int(pidfile.read_text())
-        ours = str(base / "engine/data") in Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        argv = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        # A process id can belong to anybody after a crash: it must be a dockerd, and with our data.
+        data = argv.index("--data-root") + 1
+        ours = Path(os.readlink(f"/proc/{pid}/exe")).name == "dockerd" and argv[data] == str(base / "engine/data")
     except (OSError, ValueError):
         return False
     if not ours:

@@ -76,11 +76,13 @@ def test_an_engine_that_answers_is_used_as_it_is(engine: Any, monkeypatch: pytes
 def test_stop_signals_nothing_but_its_own_engine(script: Callable[[str], Any], tmp_path: Path) -> None:
     module = script("engine.py")
     (tmp_path / "engine").mkdir()
-    with subprocess.Popen(["sleep", "60"]) as stranger:
-        (tmp_path / "engine/docker.pid").write_text(str(stranger.pid))
-        assert module.stop_own(tmp_path) is False
-        assert stranger.poll() is None
-        stranger.kill()
+    data = str(tmp_path / "engine/data")
+    for argv in (["sleep", "60"], ["sh", "-c", "sleep 60; true", "x", data], ["sh", "-c", "sleep 60; true", "--data-root", data]):
+        with subprocess.Popen(argv) as stranger:
+            (tmp_path / "engine/docker.pid").write_text(str(stranger.pid))
+            assert module.stop_own(tmp_path) is False
+            assert stranger.poll() is None
+            stranger.kill()
     (tmp_path / "engine/docker.pid").write_text("not a number")
     assert module.stop_own(tmp_path) is False
     assert module.stop_own(tmp_path / "nowhere") is False
