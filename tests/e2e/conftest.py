@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import time
@@ -18,7 +17,6 @@ import pytest
 from runs import ROOT, OnNode, Playbook, Run
 
 REHEARSAL = ROOT / ".rehearsal"
-PREFIX = os.environ.get("REHEARSAL_PREFIX", "10.77")
 
 
 @pytest.fixture
@@ -70,10 +68,11 @@ def on_node() -> OnNode:
     """Run a command on spark1 as root; returns its output. Fails the test when the command fails, unless check=False."""
 
     def run(*argv: str, check: bool = True) -> str:
+        address = f"{(REHEARSAL / 'prefix').read_text()}.0.11"
         done = subprocess.run(
             [
                 "ssh", "-i", str(REHEARSAL / "ssh/id_ed25519"), "-o", f"UserKnownHostsFile={REHEARSAL / 'ssh/known_hosts'}",
-                "-o", "HostKeyAlias=spark1", "-o", "BatchMode=yes", f"spark@{PREFIX}.0.11", "sudo " + shlex.join(argv),
+                "-o", "HostKeyAlias=spark1", "-o", "BatchMode=yes", f"spark@{address}", "sudo " + shlex.join(argv),
             ],
             capture_output=True, text=True, check=False,
         )  # fmt: skip

@@ -80,14 +80,39 @@ def overlapping(subnets: list[str]) -> list[str]:
     return found
 
 
-def existing_networks(host: str, prefix: str) -> bool:
-    """Whether the engine already has networks of the rehearsal (then their bridges explain the addresses)."""
+def own_subnets(host: str, label: str) -> list[str]:
+    """Subnets of the networks that carry this rehearsal's label."""
     env = {**os.environ, "DOCKER_HOST": host} if host else dict(os.environ)
-    done = subprocess.run(
-        ["docker", "network", "ls", "--filter", f"label=dgxspark.vllm.rehearsal={prefix}", "-q"],
-        capture_output=True, text=True, check=False, env=env,
-    )  # fmt: skip
-    return bool(done.stdout.strip())
+
+    def docker(*args: str) -> str:
+        return subprocess.run(["docker", *args], capture_output=True, text=True, check=False, env=env).stdout.strip()
+
+    names = docker("network", "ls", "--filter", f"label=dgxspark.vllm.rehearsal={label}", "--quiet").split()
+    form = "{{range .IPAM.Config}}{{.Subnet}} {{end}}"
+    return docker("network", "inspect", "--format", form, *names).split() if names else []
+
+
+def network_problem(wanted: list[str], own: list[str]) -> str:
+    """What is wrong with the subnets that are wanted, given those that this rehearsal has already; empty when nothing is."""
+    try:
+        for subnet in wanted:
+            ipaddress.IPv4Network(subnet)
+    except ValueError as error:
+        return f"{error}.\n  remedy: give the first two numbers of a private network: make rehearsal REHEARSAL_PREFIX=10.79"
+    if own and not set(wanted) <= set(own):
+        prefix = ".".join(own[0].split(".")[:2])
+        return (
+            f"The nodes of this checkout are on {', '.join(sorted(own))}; {', '.join(wanted)} are wanted.\n"
+            f"  remedy: keep them with REHEARSAL_PREFIX={prefix}, or remove them first: make rehearsal-clean"
+        )
+    taken = [] if own else overlapping(wanted)
+    if not taken:
+        return ""
+    free = next((f"10.{n}" for n in range(78, 120) if not overlapping([f"10.{n}.0.0/16"])), "172.31")
+    return (
+        f"The rehearsal's networks {', '.join(wanted)} overlap with {', '.join(taken)}.\n"
+        f"  remedy: `make rehearsal-clean` in the checkout that has them, or choose others: make rehearsal REHEARSAL_PREFIX={free}"
+    )
 
 
 def find(base: Path) -> tuple[str | None, bool, str]:
@@ -189,18 +214,14 @@ def main() -> None:
             )
         nearest = next(p for p in (base, *base.parents) if p.exists())
         free = shutil.disk_usage(nearest).free / 2**30
-        fresh = host is None or not existing_networks(host, str(base))
-        if fresh and free < args.disk_gib:
+        own_nets = own_subnets(host, str(base)) if host is not None else []
+        if not own_nets and free < args.disk_gib:
             problems.append(
                 f"{nearest} has {free:.1f} GiB free, the rehearsal needs {args.disk_gib} GiB.\n"
                 "  remedy: free some space or move the checkout to a larger disk"
             )
-        taken = overlapping(args.subnet) if fresh else []
-        if taken:
-            problems.append(
-                f"The rehearsal's networks {', '.join(args.subnet)} overlap with {', '.join(taken)}.\n"
-                "  remedy: `make rehearsal-clean` in the checkout that has them, or choose others: make rehearsal REHEARSAL_PREFIX=10.79"
-            )
+        if problem := network_problem(args.subnet, own_nets):
+            problems.append(problem)
         if problems:
             sys.exit("\n".join(problems))
         if packages:

@@ -24,7 +24,7 @@ def engine(script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Any
 
     monkeypatch.setattr(module, "server_version", lambda host: ("", "Cannot connect to the Docker daemon"))
     monkeypatch.setattr(module, "overlapping", lambda subnets: [])
-    monkeypatch.setattr(module, "existing_networks", lambda host, prefix: False)
+    monkeypatch.setattr(module, "own_subnets", lambda host, label: [])
     monkeypatch.setattr(module, "start_own", refused)
     monkeypatch.setattr(module.subprocess, "run", refused)
     return module
@@ -48,7 +48,7 @@ def test_no_engine_and_no_root_gets_the_commands(engine: Any, monkeypatch: pytes
 
 def test_everything_that_is_missing_is_said_at_once(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(engine, "overlapping", lambda subnets: ["10.77.0.1 on eth7"])
+    monkeypatch.setattr(engine, "overlapping", lambda subnets: ["10.77.0.1 on eth7"] if "10.77.0.0/24" in subnets else [])
     message = start(engine, Path("/tmp/" + "long" * 20), monkeypatch, "--disk-gib", "1000000", "--subnet=10.77.0.0/24")
     for word in ("docker.io", "GiB free", "characters", "10.77.0.1 on eth7", "REHEARSAL_PREFIX"):
         assert word in message
@@ -86,3 +86,17 @@ def test_stop_signals_nothing_but_its_own_engine(script: Callable[[str], Any], t
     (tmp_path / "engine/docker.pid").write_text("not a number")
     assert module.stop_own(tmp_path) is False
     assert module.stop_own(tmp_path / "nowhere") is False
+
+
+def test_networks_that_do_not_fit(script: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("engine.py")
+    taken = {"10.77.0.0/24", "10.78.0.0/16"}
+    monkeypatch.setattr(module, "overlapping", lambda subnets: ["x on eth0"] if taken & set(subnets) else [])
+    assert module.network_problem(["10.80.0.0/24"], []) == ""
+    assert module.network_problem(["10.77.0.0/24"], ["10.77.0.0/24", "10.77.177.0/24"]) == ""
+    assert "REHEARSAL_PREFIX=10.79" in module.network_problem(["10.77.0.0/24"], [])
+    moved = module.network_problem(["10.77.0.0/24"], ["10.79.0.0/24"])
+    assert "REHEARSAL_PREFIX=10.79" in moved
+    assert "make rehearsal-clean" in moved
+    for nonsense in ("foo.0.0/24", "300.1.0.0/24", "10.79.5.0.0/24"):
+        assert "remedy" in module.network_problem([nonsense], [])
