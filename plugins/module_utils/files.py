@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -21,14 +23,19 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
-def atomic_write(path: Path, data: str | bytes, mode: int = 0o644) -> None:
-    """Write beside the target, fsync, rename. A link at `path` is replaced, never written through."""
+def atomic_write(path: Path, data: str | bytes, mode: int = 0o644, *, keep_owner: bool = False) -> None:
+    """Write beside the target, fsync, rename. A link at `path` is replaced, never written through.
+
+    keep_owner: a file that is replaced keeps its owner and group, where this process may give files away; else it is this process's.
+    """
     raw = data.encode() if isinstance(data, str) else data
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(fd, "wb") as stream:
-            os.fchmod(stream.fileno(), mode)
+            if keep_owner:
+                _keep_owner(stream.fileno(), path)
+            os.fchmod(stream.fileno(), mode)  # after the owner: a change of owner takes set-uid bits away
             stream.write(raw)
             stream.flush()
             os.fsync(stream.fileno())
@@ -37,6 +44,15 @@ def atomic_write(path: Path, data: str | bytes, mode: int = 0o644) -> None:
         Path(name).unlink(missing_ok=True)
         raise
     fsync_dir(path.parent)
+
+
+def _keep_owner(fd: int, path: Path) -> None:
+    """Give an open file the owner and group of the regular file at `path`, if there is one."""
+    # EPERM: not root; EINVAL: an owner that this user namespace does not know.
+    with contextlib.suppress(OSError):
+        old, new = os.lstat(path), os.fstat(fd)
+        if stat.S_ISREG(old.st_mode) and (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+            os.fchown(fd, old.st_uid, old.st_gid)
 
 
 def write_json(path: Path, value: Any, mode: int = 0o644) -> None:

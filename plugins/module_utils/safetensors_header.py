@@ -4,7 +4,8 @@
 
 A file is: 8 bytes little-endian header length N, N bytes of JSON {name: {dtype, shape, data_offsets}}, then the tensors' bytes.
 Accepts what the safetensors library (0.8) accepts, except that it is stricter about a tensor or metadata key that is written twice
-(the library keeps the last one) and about entries written as a list instead of an object.
+(the library keeps the last one), about entries written as a list instead of an object, and about more tensors than any file has.
+No message quotes what a file holds beyond names and entries of tensors: a link might lead to something secret.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ DTYPE_BITS = {
     "U64": 64,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
+MAX_TENSORS = 1_000_000  # in one file; the largest checkpoints have some 100,000 in all their files
 METADATA = "__metadata__"
 
 _MAX_U64 = 2**64 - 1
@@ -128,11 +130,14 @@ def parse_header(raw: bytes, name: str, data_bytes: int) -> tuple[dict[str, Tens
     except ValueError as fault:
         raise BadFile(problem("shard_header_not_json", f"{name}: its header is {fault}", _DOWNLOAD)) from fault
     if not isinstance(document, dict):
-        raise BadFile(problem("shard_header_not_object", f"{name}: its header is not a JSON object but {shown_value(document)}", _REWRITE))
+        raise BadFile(problem("shard_header_not_object", f"{name}: its header is not a JSON object but {json_type(document)}", _REWRITE))
     problems: list[Problem] = []
     if twice:
         problems.append(problem("shard_duplicate_keys", f"{name}: its header has the same key twice: {some(twice)}", _REWRITE))
     metadata = _metadata(document.pop(METADATA, None), name, problems)
+    if len(document) > MAX_TENSORS:
+        evidence = f"{name}: its header lists {len(document)} tensors, more than the {MAX_TENSORS} that are read from one file"
+        raise BadFile(*problems, problem("shard_too_many_tensors", evidence, _REWRITE))
     tensors = _tensors(document, name, problems)
     # Without all tensors' offsets a hole means nothing.
     _check_coverage(tensors, len(tensors) == len(document) and not twice, name, 8 + len(raw), data_bytes, problems)
@@ -274,12 +279,21 @@ def _foreign_content(start: bytes, name: str, size: int) -> Problem | None:
     # A multi-byte character may be cut at the end; anything else that was dropped means that this is no text.
     if len(text.encode()) + 4 < len(start.strip()) or not text or not all(char.isprintable() or char in "\r\n\t" for char in text):
         return None
-    first = text.splitlines()[0][:60]
-    # Other text is not quoted: a link might lead to something secret.
-    start_text = f": it starts with {json.dumps(first)}" if first[0] in "<{[" else ""
-    kind = "an HTML page" if first.startswith("<") else "JSON text" if first[0] in "{[" else "text"
+    kind = "an HTML page" if text[0] == "<" else "JSON text" if text[0] in "{[" else "text"
+    says = _error_message(text) if kind == "JSON text" else ""
     remedy = f"Probably a login, error or rate limit page that was saved as the file: check the access token and the address. {_DOWNLOAD}"
-    return problem("text_page", f"{name} is {kind}, not weights{start_text}", remedy)
+    return problem("text_page", f"{name} is {kind}, not weights{says}", remedy)
+
+
+def _error_message(text: str) -> str:
+    """What an error document says, its only part that is shown; '' for other JSON."""
+    try:
+        document, _ = parse_json(text.encode())
+    except ValueError:
+        return ""
+    values = {key: document.get(key) for key in ("error", "message")} if isinstance(document, dict) else {}
+    said = [f"{key} {json.dumps(value[:100])}" for key, value in values.items() if isinstance(value, str)]
+    return f"; it says: {', '.join(said)}" if said else ""
 
 
 def open_regular(path: Path, prefix: str, remedy: str) -> BinaryIO:
@@ -342,13 +356,13 @@ def parse_json(raw: bytes) -> tuple[Any, list[str]]:
         # A function per number costs time that headers of 100,000 tensors feel: only where there is something to find.
         integer = _no_minus_zero if "-0" in text else None
         value = json.loads(text, object_pairs_hook=object_of, parse_constant=_no_constant, parse_float=_finite, parse_int=integer)
-        lone = _lone_surrogate(value) if b"\\u" in raw else ""
+        lone = b"\\u" in raw and _has_lone_surrogate(value)
     except RecursionError:
         raise ValueError("not usable JSON: nested too deeply") from None
     except ValueError as fault:  # JSONDecodeError, or a number of thousands of digits
         raise ValueError(f"not JSON: {fault}") from None
     if lone:
-        raise ValueError(f"not JSON: {json.dumps(lone)} holds half of a surrogate pair")
+        raise ValueError("not JSON: a string holds half of a surrogate pair")
     return value, list(dict.fromkeys(twice))
 
 
@@ -365,17 +379,17 @@ def _no_minus_zero(text: str) -> int:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text} is out of range")
+        raise ValueError("a number is out of range")
     return value
 
 
-def _lone_surrogate(value: Any) -> str:
-    """The first string with a lone surrogate, which no UTF-8 file can hold; '' when there is none."""
+def _has_lone_surrogate(value: Any) -> bool:
+    """Whether any string has a lone surrogate, which no UTF-8 file can hold."""
     if isinstance(value, str):
-        return value if re.search("[\ud800-\udfff]", value) else ""
+        return re.search("[\ud800-\udfff]", value) is not None
     if isinstance(value, dict):
-        return next(filter(None, map(_lone_surrogate, [*value.keys(), *value.values()])), "")
-    return next(filter(None, map(_lone_surrogate, value)), "") if isinstance(value, list) else ""
+        return any(map(_has_lone_surrogate, value.keys())) or any(map(_has_lone_surrogate, value.values()))
+    return isinstance(value, list) and any(map(_has_lone_surrogate, value))
 
 
 def counted(number: int, noun: str) -> str:
@@ -387,6 +401,14 @@ def shown(name: str) -> str:
     """A name as it can stand in a message: on one line, of bearable length."""
     text = name if name and name.isprintable() else json.dumps(name)
     return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def json_type(value: Any) -> str:
+    """What kind of JSON value this is, where the value itself is not to be shown."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", str: "a string", list: "an array", dict: "an object"}
+    return names.get(type(value), "a number")
 
 
 def shown_value(value: Any) -> str:

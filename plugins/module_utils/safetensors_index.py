@@ -16,7 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from .problems import Problem, errors, problem
-from .safetensors_header import BadFile, Header, counted, lfs_pointer, open_regular, parse_json, read_header, shown, shown_value, some
+from .safetensors_header import (
+    BadFile,
+    Header,
+    counted,
+    json_type,
+    lfs_pointer,
+    open_regular,
+    parse_json,
+    read_header,
+    shown,
+    shown_value,
+    some,
+)
 from .safetensors_quant import quantisation_problems
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -155,7 +167,7 @@ def _read_config(folder: Path, problems: list[Problem]) -> dict[str, Any]:
         problems.append(problem("config_not_json", f"config.json is {fault}", remedy, "warning"))
         return {}
     if not isinstance(config, dict):
-        problems.append(problem("config_not_object", f"config.json is not an object but {shown_value(config)}", remedy, "warning"))
+        problems.append(problem("config_not_object", f"config.json is not an object but {json_type(config)}", remedy, "warning"))
         return {}
     return config
 
@@ -170,7 +182,7 @@ def parse_index(raw: bytes, name: str = INDEX_NAME) -> tuple[Index, list[Problem
         begins = "; the file is empty" if not raw else "; it looks like an HTML page" if raw.lstrip().startswith(b"<") else ""
         raise BadFile(problem("index_not_json", f"{name} is {fault}{begins}", _FETCH_INDEX)) from fault
     if not isinstance(document, dict):
-        raise BadFile(problem("index_not_object", f"{name} is not a JSON object but {shown_value(document)}", _FETCH_INDEX))
+        raise BadFile(problem("index_not_object", f"{name} is not a JSON object but {json_type(document)}", _FETCH_INDEX))
     weight_map, metadata = document.get("weight_map"), document.get("metadata")
     problems: list[Problem] = []
     if twice:

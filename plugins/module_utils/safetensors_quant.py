@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import json
+import math
 import re
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from .problems import Problem, problem
@@ -25,6 +28,12 @@ _FUSED = {
 }  # fmt: skip
 # Matrices that no quantiser touches, so that nobody has to list them.
 _NEVER_QUANTISED = re.compile(r"norm|embed|router|conv|(^|\.)(gate|shared_expert_gate)$")
+# Bounds for expressions from config.json, which anybody may have written: characters, steps of one match, seconds for all.
+_MAX_PATTERN = 500
+_MAX_STEPS = 10**8
+_MATCH_SECONDS = 20.0
+_QUANTIFIER = re.compile(r"(?:[*+?]|\{\d*,?\d*\})[?+]?")
+_REGEX_TOKEN = re.compile(rf"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:#|[aiLmsu]*x)?|{_QUANTIFIER.pattern}|.", re.DOTALL)
 _SOURCE = "The checkpoint was written by a faulty build or export: build it again, or download it again."
 
 
@@ -121,10 +130,15 @@ def _mtp_problems(tensors: Mapping[str, Tensor], quantisation: Mapping[str, Any]
         problems.append(problem("mtp_fc_quantised", evidence, "Take an export that leaves mtp.fc in BF16.", "warning"))
     lists = [quantisation[key] for key in _IGNORE_KEYS if isinstance(quantisation.get(key), list)]
     if lists and _quantises_all_linears(quantisation):
-        covers = ignore_matcher([entry for entries in lists for entry in entries if isinstance(entry, str)])
+        ignored = IgnoreList([entry for entries in lists for entry in entries if isinstance(entry, str)])
         plain = [name.removesuffix(".weight") for name in mtp if _is_plain_linear(name, tensors[name])]
-        uncovered = [module for module in plain if not covers(module)]
-        if uncovered:
+        uncovered = [module for module in plain if not ignored.covers(module)]
+        if uncovered and ignored.unchecked:
+            evidence = f"not checked: {len(ignored.unchecked)} of the entries of quantization_config's ignore list, against "
+            evidence += f"{counted(len(uncovered), 'MTP module')}, as the expression could take for ever: {some(ignored.unchecked)}"
+            remedy = "Write the expression without repetitions inside of repeated groups, in at most 500 characters, as re:.*mtp.*"
+            problems.append(problem("mtp_ignore_not_checked", evidence, remedy, "warning"))
+        elif uncovered:
             evidence = (
                 f"{counted(len(uncovered), 'MTP module')} stored in 16 bits that no entry of quantization_config's ignore list covers: "
             )
@@ -148,23 +162,76 @@ def _is_plain_linear(name: str, tensor: Tensor) -> bool:
     return module != name and tensor.dtype in ("BF16", "F16") and len(tensor.shape) == 2 and not _NEVER_QUANTISED.search(module)
 
 
-def ignore_matcher(entries: Collection[str]) -> Callable[[str], bool]:
-    """Whether a module is covered: by its own or its fused name; entries are names or parts of one, globs, or re: and an expression."""
-    plain = [entry for entry in entries if not entry.startswith("re:") and not set(entry) & set("*?[")]
-    expressions = [fnmatch.translate(entry) for entry in entries if not entry.startswith("re:") and set(entry) & set("*?[")]
-    expressions += [entry[3:] for entry in entries if entry.startswith("re:")]
-    compiled = []
-    for expression in expressions:
-        try:
-            compiled.append(re.compile(expression))
-        except re.error:
-            continue  # covers nothing
+class IgnoreList:
+    """Which modules stay unquantised: entries are names or parts of one, globs, or re: and an expression.
 
-    def covers(module: str) -> bool:
+    unchecked: entries that might match but were not tried, as they could take for ever.
+    """
+
+    def __init__(self, entries: Collection[str]) -> None:
+        self.unchecked: dict[str, None] = {}
+        self._plain: list[str] = []
+        self._patterns: list[tuple[str, re.Pattern[str], int, int]] = []
+        self._deadline = time.monotonic() + _MATCH_SECONDS
+        for entry in entries:
+            if not entry.startswith("re:") and not set(entry) & set("*?["):
+                self._plain.append(entry)
+            else:
+                self._add_pattern(entry)
+
+    def _add_pattern(self, entry: str) -> None:
+        is_regex = entry.startswith("re:")
+        # Globs never backtrack far.
+        choices = None if len(entry) > _MAX_PATTERN else regex_choices(entry[3:]) if is_regex else (1, 0)
+        if choices is None:
+            self.unchecked[entry] = None
+            return
+        # What does not compile covers nothing.
+        with contextlib.suppress(re.error, OverflowError, RecursionError):
+            self._patterns.append((entry, re.compile(entry[3:] if is_regex else fnmatch.translate(entry)), *choices))
+
+    def covers(self, module: str) -> bool:
+        """Whether an entry covers a module, by its own or its fused name."""
         parent, _, last = module.rpartition(".")
         names = [module, f"{parent}.{_FUSED[last]}"] if last in _FUSED else [module]
-        return any(
-            any(f".{entry}." in f".{name}." for entry in plain) or any(pattern.match(name) for pattern in compiled) for name in names
-        )
+        return any(any(f".{entry}." in f".{name}." for entry in self._plain) or self._matches(name) for name in names)
 
-    return covers
+    def _matches(self, name: str) -> bool:
+        for entry, pattern, fixed, repeats in self._patterns:
+            if fixed * math.comb(len(name) + repeats, repeats) > _MAX_STEPS or time.monotonic() > self._deadline:
+                self.unchecked[entry] = None
+            elif pattern.match(name):
+                return True
+        return False
+
+
+def regex_choices(expression: str) -> tuple[int, int] | None:
+    """How far an expression can backtrack: ways through its alternatives, and how many repetitions it has.
+
+    None when there is no telling: a repeated group that has choices of its own, as (a+)+ or (a|aa)*, takes exponential time.
+    """
+    fixed, repeats = 1, 0
+    groups: list[tuple[int, int]] = [(0, 0)]  # of each open group: alternatives so far beyond the first, choices inside
+    closed = 0  # choices inside of the group that ended right before this token
+    for token in _REGEX_TOKEN.findall(expression):
+        inside, closed = closed, 0
+        if token.startswith("(?") and token != "(?":
+            return None  # verbose mode and comments could hide what a quantifier belongs to
+        if token.startswith("("):
+            groups.append((0, 0))
+        elif token == ")" and len(groups) > 1:
+            bars, choices = groups.pop()
+            fixed *= bars + 1
+            closed = bars + choices
+            groups[-1] = (groups[-1][0], groups[-1][1] + closed)
+        elif token == "|":
+            groups[-1] = (groups[-1][0] + 1, groups[-1][1])
+        elif _QUANTIFIER.fullmatch(token):
+            if token[0] == "?":
+                fixed *= 2
+            elif inside:
+                return None
+            else:
+                repeats += 1
+            groups[-1] = (groups[-1][0], groups[-1][1] + 1)
+    return fixed * (groups[0][0] + 1), repeats

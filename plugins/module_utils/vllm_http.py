@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
@@ -15,6 +16,16 @@ from urllib.parse import urlsplit, urlunsplit
 # 127.0.0.1 rather than localhost: the name may mean ::1, where a server bound to IPv4 does not listen.
 _LOCAL = {"0.0.0.0": "127.0.0.1", "localhost": "127.0.0.1", "": "127.0.0.1", "::": "::1"}
 _MAX_BODY = 16 << 20
+# No document of an OpenAI server comes near; what is deeper is no answer, and would overrun the stack of whoever walks it.
+_MAX_DEPTH = 100
+# What moves a terminal's cursor, breaks a line or turns the direction of writing.
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal: control characters are escaped as in a Python literal."""
+    return _CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 @dataclass(frozen=True)
@@ -31,20 +42,45 @@ class Reply:
         return self.status == 200
 
     def json(self) -> Any:
-        """The body's value; None when it is no JSON."""
+        """The body's value, lone surrogates in it replaced by U+FFFD; None when it is no JSON, or absurdly deep."""
         try:
-            return json.loads(self.text)
-        except ValueError:
+            return _encodable(json.loads(self.text))
+        except (ValueError, RecursionError):
             return None
+
+    def message(self) -> str:
+        """What an error document says; empty if this is none."""
+        value = self.json()
+        inner = value.get("error", value.get("detail", value)) if isinstance(value, dict) else None
+        message = inner.get("message") if isinstance(inner, dict) else inner
+        return _one_line(str(message or ""))
+
+    def quote(self) -> str:
+        """The error document's message, or how the body begins."""
+        return self.message()[:400] or _one_line(self.text)[:100]
 
     def describe(self) -> str:
         """The outcome in one line; of an error document its message."""
         if not self.status:
-            return self.error
-        value = self.json()
-        inner = value.get("error", value.get("detail", value)) if isinstance(value, dict) else None
-        message = inner.get("message") if isinstance(inner, dict) else inner
-        return " ".join(f"HTTP {self.status} {message or self.text}".split())[:400]
+            return printable(self.error)
+        return f"HTTP {self.status} {self.message() or _one_line(self.text)}".rstrip()[:400]
+
+
+def _one_line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def _encodable(value: Any, depth: int = 0) -> Any:
+    """`value` without lone surrogates, which a JSON escape can hold and UTF-8 cannot. ValueError if it is too deep."""
+    if depth > _MAX_DEPTH:
+        raise ValueError("too deep")
+    if isinstance(value, str):
+        return _SURROGATE.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_encodable(item, depth + 1) for item in value]
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item, depth + 1) for key, item in value.items()}
+    return value
 
 
 def local_url(url: str) -> str:

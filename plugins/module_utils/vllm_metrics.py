@@ -15,6 +15,11 @@ SpecState = Literal["off", "unknown", "dead_draft", "active"]
 # Prometheus text format: name, labels in any order (values may hold any character, escaped), value, optional timestamp.
 _SAMPLE = re.compile(r'^(?P<name>[A-Za-z_:][\w:]*)\s*(?:\{(?P<labels>(?:[^"{}]|"(?:[^"\\]|\\.)*")*)\})?\s+(?P<value>\S+)(?:\s+\S+)?$')
 _LABEL = re.compile(r'([A-Za-z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"')
+# More than anyone drafts at once; the label may hold any text.
+_POSITION = re.compile(r"[0-9]{1,2}")
+_MAX_POSITIONS = 64
+# Beyond this a count is nonsense, and sums might become infinite.
+_MAX_COUNT = 1e18
 # vLLM's own periodic log line; it is absent with --disable-log-stats.
 _LOG_LINE = re.compile(r"SpecDecoding metrics:.*?Accepted: (?P<accepted>\d+) tokens, Drafted: (?P<drafted>\d+) tokens", re.I)
 
@@ -64,16 +69,16 @@ def counters(text: str) -> Counters:
     present = False
     for name, labels, value in samples(text):
         short = name.removeprefix("vllm:").removeprefix("vllm_").removesuffix("_total")
-        if name == short or name.endswith("_created"):
+        if name == short or name.endswith("_created") or abs(value) > _MAX_COUNT:
             continue
         if short == "spec_decode_num_accepted_tokens_per_pos":
             position = labels.get("position", "")
-            if position.isdecimal():
+            if _POSITION.fullmatch(position) and int(position) < _MAX_POSITIONS:
                 positions[int(position)] = positions.get(int(position), 0.0) + value
             continue
         present = present or short.startswith("spec_decode_")
         sums[short] = sums.get(short, 0.0) + value
-    width = min(max(positions, default=-1) + 1, 64)
+    width = max(positions, default=-1) + 1
     return Counters(
         present=present or bool(positions),
         drafts=sums.get("spec_decode_num_drafts", 0.0),
@@ -85,13 +90,15 @@ def counters(text: str) -> Counters:
     )
 
 
-def spec_decode(before: Counters, after: Counters) -> SpecDecode:
-    """What happened between two scrapes.
+def spec_decode(before: Counters | None, after: Counters | None) -> SpecDecode:
+    """What happened between two scrapes, None being one that failed.
 
-    off: the server has no such counters; unknown: nothing was drafted in between, so a request has to come first;
-    dead_draft: drafts, and not one token accepted; active: the rest. After a restart the counters began at 0 again,
+    off: the server has no such counters; unknown: nothing was drafted in between, so a request has to come first, or a scrape
+    failed; dead_draft: drafts, and not one token accepted; active: the rest. After a restart the counters began at 0 again,
     and what they show now is all there was.
     """
+    if before is None or after is None:
+        return SpecDecode(state="unknown", drafts=0, drafted=0, accepted=0, per_position=[], acceptance=None)
     if not after.present:
         return SpecDecode(state="off", drafts=0, drafted=0, accepted=0, per_position=[], acceptance=None)
     if any(a < b for b, a in ((before.drafts, after.drafts), (before.drafted, after.drafted), (before.accepted, after.accepted))):

@@ -195,7 +195,7 @@ def write_index(path: Path, report: Report) -> list[Problem]:
     """Replace the index, keeping its mode. The problem when that does not work."""
     try:
         mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
-        atomic_write(path, index_text(report.mended or {}), mode)
+        atomic_write(path, index_text(report.mended or {}), mode, keep_owner=True)
     except OSError as failure:
         remedy = "Make room on the disk, or let this user write to the folder (become: true)."
         return [problem("cannot_write", f"{path} cannot be written: {failure.strerror or failure}", remedy)]

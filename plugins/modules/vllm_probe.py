@@ -112,8 +112,8 @@ seconds:
   returned: always
 spec_decode:
   description:
-    - Speculative decoding while answering. Its state is V(off) (the server has no such counters), V(unknown) (nothing was drafted),
-      V(dead_draft) (nothing was accepted) or V(active).
+    - Speculative decoding while answering. Its state is V(off) (the server has no such counters), V(unknown) (nothing was drafted, or
+      C(/metrics) cannot be read), V(dead_draft) (nothing was accepted) or V(active).
   type: dict
   returned: always
   sample: {state: active, drafts: 25, drafted: 50, accepted: 34, per_position: [0.8, 0.56], acceptance: 0.68}
@@ -142,30 +142,45 @@ from ansible.module_utils.basic import AnsibleModule
 from ..module_utils.log_classifier import Diagnosis, diagnose
 from ..module_utils.problems import Problem, describe, errors, problem
 from ..module_utils.service_state import DEATH_LINES, EVIDENCE_LINES, UnitState, death_problems, read_journal, read_unit, runner
-from ..module_utils.vllm_http import Reply, local_url, request
+from ..module_utils.vllm_http import Reply, local_url, printable, request
 from ..module_utils.vllm_log import mask, tail
-from ..module_utils.vllm_metrics import Counters, SpecDecode, counters, spec_decode, wedged
+from ..module_utils.vllm_metrics import Counters, SpecDecode, counters, samples, spec_decode, wedged
 
 SHORT_TIMEOUT_S = 10.0
 # An engine's death reaches the journal, and the process ends, within some two seconds of the failed request.
 DEATH_WAIT_S = 8.0
 DEATH_POLL_S = 0.5
-# The counters are brought up to date after the answer has gone out.
+# The counters are brought up to date after the answer has gone out; and a scrape may fail once.
 METRICS_TRIES = 4
 METRICS_PAUSE_S = 0.5
 # A short answer tells little about a rate; less than half of what is expected tells enough.
 LOW_ACCEPTANCE = 0.5
 LOW_ACCEPTANCE_DRAFTED = 20
-DEGENERATE_LENGTH = 16
+DEGENERATE_LENGTH = 15
+DEGENERATE_ALPHABET = 2
 
 
-def answer_of(body: Any) -> tuple[str, str]:
-    """(text, field) of a completion; a thinking model that has not come to its answer has its text in the reasoning field."""
-    choices = body.get("choices") if isinstance(body, dict) else None
-    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    message = choice.get("message") if isinstance(choice.get("message"), dict) else choice
+def message_of(body: dict[str, Any]) -> dict[str, Any] | None:
+    """The part of a completion that holds its text; None if this is no completion."""
+    choices = body.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else None
+    if not isinstance(choice, dict):
+        return None
+    message = choice.get("message")
+    if isinstance(message, dict):
+        return message
+    return choice if "text" in choice else None
+
+
+def visible(text: Any) -> bool:
+    """Whether there is anything to read: neither blanks nor control characters nor characters of no width are."""
+    return isinstance(text, str) and any(c.isprintable() and not c.isspace() for c in text)
+
+
+def answer_of(message: dict[str, Any]) -> tuple[str, str]:
+    """(text, field) of a message; a thinking model that has not come to its answer has its text in the reasoning field."""
     for field in ("content", "reasoning", "reasoning_content", "text"):
-        if isinstance(message.get(field), str) and message[field]:
+        if visible(message.get(field)):
             return message[field], field
     calls = message.get("tool_calls")
     if isinstance(calls, list) and calls:
@@ -174,24 +189,25 @@ def answer_of(body: Any) -> tuple[str, str]:
 
 
 def degenerate(text: str) -> bool:
-    """One character over and over: what broken kernels or weights answer."""
+    """One character or two over and over, or bytes that are no text: what broken kernels or weights answer."""
     dense = "".join(text.split())
-    return len(dense) >= DEGENERATE_LENGTH and len(set(dense)) == 1
+    if len(text.strip()) < DEGENERATE_LENGTH:
+        return False
+    return len(set(dense)) <= DEGENERATE_ALPHABET or 2 * dense.count("\ufffd") > len(dense)
 
 
 def judge_answer(text: str, usage: dict[str, Any]) -> list[Problem]:
     """What is wrong with the answer itself."""
-    tokens = usage.get("completion_tokens")
+    counted = usage.get("completion_tokens")
+    tokens = counted if isinstance(counted, int) else 0
     if not text:
         severity: Any = "warning" if tokens else "error"
         return [
-            problem(
-                "empty_answer", f"no text in the answer ({tokens or 0} tokens)", "raise max_tokens, or look at the chat template", severity
-            )
+            problem("empty_answer", f"no text in the answer ({tokens} tokens)", "raise max_tokens, or look at the chat template", severity)
         ]
     if degenerate(text):
         remedy = "kernels or weights are broken: check the checkpoint, the image profile and the attention backend"
-        return [problem("degenerate_answer", f"the answer is one character over and over: {text[:40]!r}", remedy, "warning")]
+        return [problem("degenerate_answer", f"the answer is no language: {text.strip()[:40]!a}", remedy, "warning")]
     return []
 
 
@@ -218,14 +234,23 @@ def judge_spec_decode(spec: SpecDecode, required: bool, expected: float | None) 
     return []
 
 
-def report(endpoint: str, model: str, text: str, spec: SpecDecode) -> list[str]:
+def judge_metrics(failure: str, required: bool) -> list[Problem]:
+    """Nothing is known of the drafts, which is no proof that there were none. failure: how the request for /metrics ended."""
+    remedy = "the server answers, but its drafts cannot be counted: see what answers at /metrics (a proxy, another program), and its log"
+    return [problem("metrics_unreadable", f"GET /metrics: {failure}", remedy, "error" if required else "warning")]
+
+
+def report(endpoint: str, model: str, text: str, spec: SpecDecode, metrics_failure: str = "") -> list[str]:
     """The result for a person."""
-    if spec["state"] == "off":
+    if metrics_failure:
+        decoding = f"unknown, /metrics cannot be read ({metrics_failure})"
+    elif spec["state"] == "off":
         decoding = "off"
     else:
         share = f" ({100 * spec['acceptance']:.0f} %)" if spec["acceptance"] else ""
         decoding = f"{spec['drafts']} drafts, {spec['drafted']} tokens drafted, {spec['accepted']} accepted{share}"
-    return [f"endpoint {endpoint}", f"model {model}", f"answer: {' '.join(text.split())}", f"speculative decoding: {decoding}"]
+    answer = printable(" ".join(text.split()))
+    return [f"endpoint {endpoint}", f"model {printable(model)}", f"answer: {answer}", f"speculative decoding: {decoding}"]
 
 
 class Probe:
@@ -248,11 +273,13 @@ class Probe:
             "answer_field": "",
             "usage": {},
             "seconds": 0.0,
-            "spec_decode": spec_decode(Counters(), Counters()),
+            "spec_decode": spec_decode(None, None),
             "problems": [],
             "diagnosis": [],
             "report": [],
         }
+        # How the last scrape that failed for good ended.
+        self.metrics_failure = ""
         self.unit = read_unit(self.run, params["unit"]) if params["unit"] else UnitState("")
 
     def get(self, path: str) -> Reply:
@@ -262,17 +289,22 @@ class Probe:
         self.find_model()
         before = self.scrape()
         body = self.complete(before)
-        text, field = answer_of(body)
+        text, field = answer_of(message_of(body) or {})
         usage = body.get("usage") if isinstance(body.get("usage"), dict) else {}
         spec = self.measured(before)
-        found = judge_answer(text, usage) + judge_spec_decode(spec, self.params["require_spec_decode"], self.params["expect_acceptance"])
+        required = self.params["require_spec_decode"]
+        if self.metrics_failure:
+            drafting = judge_metrics(self.metrics_failure, required)
+        else:
+            drafting = judge_spec_decode(spec, required, self.params["expect_acceptance"])
+        found = judge_answer(text, usage) + drafting
         self.result.update(
             answer=text,
             answer_field=field,
             usage=usage,
             spec_decode=spec,
             problems=found,
-            report=report(self.result["endpoint"], self.result["model"], text, spec),
+            report=report(self.result["endpoint"], self.result["model"], text, spec, self.metrics_failure),
             ok=not errors(found),
         )
         if not self.result["ok"]:
@@ -289,16 +321,18 @@ class Probe:
             self.refuse(reply, "GET /v1/models")
         body = reply.json()
         data = body.get("data") if isinstance(body, dict) else None
-        names = [str(item.get("id")) for item in data if isinstance(item, dict)] if isinstance(data, list) else []
+        items = [item for item in data if isinstance(item, dict)] if isinstance(data, list) else []
+        names = [item["id"] for item in items if isinstance(item.get("id"), str)]
         wanted = self.params["model"] or next(iter(names), "")
         self.result["model"] = wanted
         if not wanted or wanted not in names:
-            evidence = f"{self.url}/v1/models lists {', '.join(names) or 'no model'}, not {wanted or 'any'}"
+            listed = printable(", ".join(names))[:400] or "no model"
+            evidence = f"{self.url}/v1/models lists {listed}, not {printable(wanted) or 'any'}"
             self.fail(
                 [problem("model_name", evidence, "ask by that name, or set served-model-name in engine_args")], "The model is not served"
             )
 
-    def complete(self, before: Counters) -> dict[str, Any]:
+    def complete(self, before: Counters | None) -> dict[str, Any]:
         chat = self.params["mode"] == "chat"
         question: dict[str, Any] = (
             {"messages": [{"role": "user", "content": self.params["prompt"]}]} if chat else {"prompt": self.params["prompt"]}
@@ -313,16 +347,33 @@ class Probe:
         value = reply.json()
         if not reply.ok or not isinstance(value, dict):
             self.refuse(reply, f"POST {path}")
+        if message_of(value) is None:
+            remedy = "the server took the question and gave no completion: read its log, and check that a vLLM and no other program listens"
+            evidence = f"POST {path}: HTTP {reply.status} without a choice that holds an answer: {reply.quote()}"
+            self.fail([problem("bad_answer", evidence, remedy)], "The answer is none")
         return value
 
-    def scrape(self) -> Counters:
-        reply = self.get("/metrics")
-        return counters(reply.text) if reply.ok else Counters()
+    def scrape(self) -> Counters | None:
+        """What /metrics counts; None if it cannot be read, even after a little while."""
+        for attempt in range(METRICS_TRIES):
+            if attempt:
+                time.sleep(METRICS_PAUSE_S)
+            reply = self.get("/metrics")
+            # A page of another kind counts nothing, which must not look like a server that drafts nothing.
+            if reply.ok and (not reply.text.strip() or any(samples(reply.text))):
+                return counters(reply.text)
+            if reply.timed_out:
+                break
+        self.metrics_failure = reply.describe()
+        return None
 
-    def measured(self, before: Counters) -> SpecDecode:
+    def measured(self, before: Counters | None) -> SpecDecode:
+        """The drafts of the answer: nothing is known of them unless there are counters of both before and after."""
+        if before is None:
+            return spec_decode(None, None)
         spec = spec_decode(before, self.scrape())
         for _ in range(METRICS_TRIES - 1):
-            if spec["state"] != "unknown":
+            if spec["state"] != "unknown" or self.metrics_failure:
                 break
             time.sleep(METRICS_PAUSE_S)
             spec = spec_decode(before, self.scrape())
@@ -362,12 +413,17 @@ class Probe:
         causes = death_problems(diagnosis, latest, tail(journal.text, EVIDENCE_LINES))
         self.fail([*causes, first], f"{self.unit.name} was asked for an answer and failed", diagnosis)
 
-    def fail_wedged(self, reply: Reply, before: Counters) -> None:
+    def fail_wedged(self, reply: Reply, before: Counters | None) -> None:
         after = self.scrape()
         health = self.get("/health").describe()
-        moved = f"{after.generation_tokens - before.generation_tokens:.0f} tokens generated meanwhile, {after.running:.0f} requests running"
-        evidence = f"{reply.error}; /health: {health}; {moved}"
         restart = f"start it again: systemctl restart {self.params['unit'] or 'UNIT'}"
+        if before is None or after is None:
+            evidence = f"{reply.describe()}; /health: {health}; /metrics: {self.metrics_failure}"
+            remedy = f"see in the server's log if it is at work, then raise the time limit; else {restart}"
+            self.fail([problem("no_answer", evidence, remedy)], "No answer in time")
+            return
+        moved = f"{after.generation_tokens - before.generation_tokens:.0f} tokens generated meanwhile, {after.running:.0f} requests running"
+        evidence = f"{reply.describe()}; /health: {health}; {moved}"
         if after.generation_tokens > before.generation_tokens and not wedged(before, after):
             found = problem("slow_answer", evidence, "the server is at work: wait for its other requests, or raise the time limit")
         else:

@@ -63,10 +63,10 @@ REFUSED = {
     "lfs pointer, old address": (LFS.replace(b"git-lfs.github", b"hawser.github"), "git_lfs_pointer", "4976698672"),
     "lfs pointer, CRLF": (LFS.replace(b"\n", b"\r\n"), "git_lfs_pointer", "4976698672"),
     "lfs pointer without size": (LFS[:110], "git_lfs_pointer", "pointer of 110 bytes"),
-    "html": (b"<!DOCTYPE html><html><body>401 Unauthorized</body></html>", "text_page", "<!DOCTYPE html>"),
+    "html": (b"<!DOCTYPE html><html><body>401 Unauthorized</body></html>", "text_page", "an HTML page"),
     "html after blanks": (b"\n\n  <html lang='en'>", "text_page", "an HTML page"),
     "html with umlauts, cut in a character": (b"<html>" + "ü".encode() * 600, "text_page", "an HTML page"),
-    "json": (b'{"error": "Repository not found"}', "text_page", "JSON text"),
+    "json": (b'{"error": "Repository not found"}', "text_page", 'JSON text, not weights; it says: error "Repository not found"'),
     "plain text": (b"Entry not found, sorry", "text_page", "is text"),
     "gguf": (b"GGUF\x03\0\0\0" + bytes(64), "foreign_format", "GGUF"),
     "zip": (b"PK\x03\x04\0\0\x08\x08" + bytes(64), "foreign_format", "zip"),
@@ -85,8 +85,8 @@ REFUSED = {
     "nested too deeply": (file_of(b'{"a":' + b"[" * 100_000), "shard_header_not_json", "nested"),
     "half a surrogate": (file_of(b'{"\\ud800":{' + ONE.encode() + b"}}", 4), "shard_header_not_json", "surrogate"),
     "not utf-8": (file_of(b'{"\xff\xfe":1}'), "shard_header_not_utf8", "0xff at position 2"),
-    "array": (file_of([]), "shard_header_not_object", "[]"),
-    "string": (file_of("a"), "shard_header_not_object", '"a"'),
+    "array": (file_of([]), "shard_header_not_object", "an array"),
+    "string": (file_of("a"), "shard_header_not_object", "a string"),
     "null": (file_of(b"null"), "shard_header_not_object", "null"),
     "truncated": (file_of({"a": T(0, 8, shape=(2,))}, 4), "shard_truncated", "4 bytes missing"),
     "truncated by one": (file_of({"a": T(0, 4), "b": T(4, 8)}, 7), "shard_truncated", "1 byte missing"),
@@ -233,10 +233,60 @@ def test_long_lists_and_odd_names_stay_readable() -> None:
     assert len(str(refusal.value)) < 800 and str(refusal.value).isprintable()
 
 
-def test_plain_text_is_not_quoted_as_a_link_may_lead_to_a_secret() -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        "root:$6$secret:19000:0:99999:7:::\n",
+        '{"auths": {"registry.example": {"auth": "secret"}}}',
+        '{"secret": 1, "error": {"message": "secret"}, "message": ["secret"]}',
+        '{"error": "secret", ',
+        '{"error": "cut after a kibibyte: secret' + "x" * 2000 + '"}',
+        '["secret"]',
+        '  {"token": "secret"}',
+        "[secret]\nkey = secret\n",
+        "<settings><password>secret</password></settings>",
+        '<?xml version="1.0" secret="secret"?>',
+    ],
+)
+def test_text_is_not_quoted_as_a_link_may_lead_to_a_secret(content: str) -> None:
     with pytest.raises(BadFile) as refusal:
-        read(b"root:$6$secret:19000:0:99999:7:::\n")
+        read(content.encode())
+    assert [fault["class"] for fault in refusal.value.problems] == ["text_page"]
     assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", ["secret", ["secret"], ["secret\ud800"], "\udc00secret"])
+def test_a_header_that_is_no_object_is_not_quoted(value: Any) -> None:
+    with pytest.raises(BadFile) as refusal:
+        read(file_of(value))
+    assert "secret" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ({"error": "Invalid token", "token": "hidden"}, 'error "Invalid token"'),
+        ({"message": "Too many requests"}, 'message "Too many requests"'),
+        ({"error": "Forbidden", "message": "Gated"}, 'error "Forbidden", message "Gated"'),
+        ({"error": "a\x1b[31m\nb\u202e"}, 'error "a\\u001b[31m\\nb\\u202e"'),
+        ({"error": "x" * 100 + "hidden"}, f'error "{"x" * 100}"'),
+        ({"error": 5, "message": "five"}, 'message "five"'),
+    ],
+)
+def test_of_an_error_document_only_its_message_is_shown(document: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadFile) as refusal:
+        read(json.dumps(document).encode())
+    assert str(refusal.value) == f"x.safetensors is JSON text, not weights; it says: {says}"
+
+
+def test_more_tensors_than_any_file_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{read_header.__module__}.MAX_TENSORS", 3)
+    header: dict[str, Any] = {f"t{number}": T(0, 0, shape=(0,)) for number in range(3)} | {"__metadata__": {}}
+    assert len(read(file_of(header)).tensors) == 3
+    with pytest.raises(BadFile) as refusal:
+        read(file_of(header | {"one more": "not even looked at"}))
+    (fault,) = refusal.value.problems
+    assert fault["class"] == "shard_too_many_tensors" and "lists 4 tensors, more than the 3" in fault["evidence"]
 
 
 @pytest.mark.parametrize("size", [7, 8, 40])

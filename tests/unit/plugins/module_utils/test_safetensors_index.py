@@ -198,8 +198,8 @@ def test_other_keys_of_the_index_survive() -> None:
     ("raw", "class_", "text"),
     [
         (b"", "index_not_json", "empty"),
-        (b"[]", "index_not_object", "[]"),
-        (b'"x"', "index_not_object", '"x"'),
+        (b"[]", "index_not_object", "an array"),
+        (b'"x"', "index_not_object", "a string"),
         (b"null", "index_not_object", "null"),
         (b"{}", "index_bad_weight_map", "has no weight_map"),
         (b'{"metadata":{"total_size":1}}', "index_bad_weight_map", "has no weight_map"),

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 from ansible_collections.dgxspark.vllm.plugins.module_utils.safetensors_header import Tensor
-from ansible_collections.dgxspark.vllm.plugins.module_utils.safetensors_quant import ignore_matcher, quantisation_problems, scale_shape
+from ansible_collections.dgxspark.vllm.plugins.module_utils.safetensors_quant import (
+    IgnoreList,
+    quantisation_problems,
+    regex_choices,
+    scale_shape,
+)
 
 
 def tensors(**entries: tuple[str, list[int]]) -> dict[str, Tensor]:
@@ -150,6 +155,51 @@ def test_mtp_that_needs_no_entry_in_the_ignore_list() -> None:
 
 
 def test_names_are_matched_by_whole_parts() -> None:
-    covers = ignore_matcher(["layers.1", "*.o_proj", "gate_up_proj"])
+    covers = IgnoreList(["layers.1", "*.o_proj", "gate_up_proj"]).covers
     assert covers("mtp.layers.1.x") and covers("a.o_proj") and covers("a.up_proj") and covers("a.gate_proj")
     assert not covers("mtp.layers.11.x") and not covers("a.o_proj.b") and not covers("up_proj_2")
+
+
+ENDLESS = [
+    "mtp.(a+)+$", "(.*)*x", "(?:[a-z._0-9]+)*!", "(a|aa)+$", "((mtp|.)*)+x", "(?P<n>.+){2,}x", "(.*){30}x", "((.)?.?)*x",
+    "(.+)+?x", "(?x)(.+) +x", "(.+)(?#comment)+x", "(?i:(\\w+\\.?)+)x", ".*" * 40 + "x", ".?" * 60 + "." * 40 + "!",
+    "(.|.)" * 40 + "!", "x" * 501, "mtp" + "|mtp" * 200,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", ENDLESS)
+def test_an_expression_that_could_take_for_ever_is_not_tried(expression: str) -> None:
+    entries = QKV | {f"mtp.layers.0.{'a' * 60}.weight": Tensor("BF16", (8, 8), 0, 128)}
+    problems = quantisation_problems(entries, (), {"quantization_config": {"ignore": [f"re:{expression}"]}}, list(entries))
+    (fault,) = problems
+    assert (fault["class"], fault["severity"]) == ("mtp_ignore_not_checked", "warning") and fault["evidence"].startswith("not checked: 1")
+    # It does not matter where another entry covers the modules.
+    assert found(QKV, {"ignore": [f"re:{expression}", "mtp"]}) == []
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        ".*mtp.*", "(model\\.)?mtp.*", "mtp\\.layers\\.(\\d+)\\.self_attn.*", "mtp\\.layers\\.[0-9]+\\..*(q|k|v|o)_proj$",
+        "(?i)MTP", "mtp[.]layers[(]?.*",
+        "(?:model|language_model|mtp)(?:\\.\\w{1,20})?.*", "mtp.(a){0}.*", "mtp\\.(?P<rest>.*)", ".*\\.\\d+\\..*\\..*",
+    ],
+)  # fmt: skip
+def test_usual_expressions_are_tried(expression: str) -> None:
+    ignored = IgnoreList([f"re:{expression}"])
+    assert ignored.covers(NAMES[0]) and not ignored.unchecked
+
+
+@pytest.mark.parametrize("expression", ["a{99999999999}", "(" * 240 + "y" + ")" * 240, "*", "a**", "[", "\\", "(?", ")"])
+def test_expressions_that_do_not_compile_or_match_cover_nothing(expression: str) -> None:
+    assert not IgnoreList([f"re:{expression}"]).covers("x")
+
+
+def test_all_expressions_together_are_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{regex_choices.__module__}._MATCH_SECONDS", -1.0)
+    assert found(QKV, {"ignore": ["re:.*mtp.*"]}) == [("mtp_ignore_not_checked", "warning")]
+
+
+def test_choices_of_an_expression() -> None:
+    assert regex_choices("a(b|c)?[*+?{2}]\\*.*d{1,2}?") == (4, 2)
+    assert regex_choices("a|(b|c)|[|]") == (6, 0)

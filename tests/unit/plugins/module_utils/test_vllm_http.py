@@ -7,7 +7,7 @@ from __future__ import annotations
 import socket
 
 import pytest
-from ansible_collections.dgxspark.vllm.plugins.module_utils.vllm_http import Reply, local_url, port_of, request
+from ansible_collections.dgxspark.vllm.plugins.module_utils.vllm_http import Reply, local_url, port_of, printable, request
 from fake_node import hang_up, http_server, reply
 
 
@@ -97,3 +97,56 @@ def test_a_bad_url_is_no_traceback(url: str) -> None:
 def test_text_that_is_no_json() -> None:
     assert Reply(200, "{").json() is None
     assert Reply(500, '["x"]').describe() == 'HTTP 500 ["x"]'
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 200_000, "[" * 200_000 + "]" * 200_000, '{"a":' * 5000 + "1" + "}" * 5000, "[" * 120 + "]" * 120, f"[{'9' * 5000}]"],
+)
+def test_json_that_overruns_the_parser_is_a_bad_reply(text: str) -> None:
+    assert Reply(200, text).json() is None
+    assert Reply(200, text).describe().startswith("HTTP 200 ")
+
+
+def test_lone_surrogates_are_replaced_and_pairs_are_not() -> None:
+    value = Reply(200, r'{"a\udfff": ["x\ud800y", "\ud83d\ude00", 1, null]}').json()
+    assert value == {"a\ufffd": ["x\ufffdy", "\U0001f600", 1, None]}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain text, Größe, 東京 \U0001f600", "plain text, Größe, 東京 \U0001f600"),
+        ("\x1b[2Jgone\x07", r"\x1b[2Jgone\x07"),
+        ("a\r\nb\x00\x7f\x9b", r"a\r\nb\x00\x7f\x9b"),
+        ("\u202eevil\u2028", r"\u202eevil\u2028"),
+        ("\ud800", r"\ud800"),
+    ],
+)
+def test_printable(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("got", "shown"),
+    [
+        (Reply(500, "a\x1b[31m\n b"), r"HTTP 500 a\x1b[31m b"),
+        (Reply(500, r'{"error": {"message": "x\u001b]0;t\u0007"}}'), r"HTTP 500 x\x1b]0;t\x07"),
+        (Reply(0, error="http://x: BadStatusLine \x1b[H"), r"http://x: BadStatusLine \x1b[H"),
+    ],
+)
+def test_a_server_cannot_write_to_the_terminal(got: Reply, shown: str) -> None:
+    assert got.describe() == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "quoted"),
+    [
+        ('{"error": {"message": "out of\\nblocks", "code": 500}}', "out of blocks"),
+        ('{"error": "no"}', "no"),
+        ('{"choices": []}', '{"choices": []}'),
+        ('{"choices": [], "more": "' + "y" * 300 + '"}', '{"choices": [], "more": "' + "y" * 75),
+    ],
+)
+def test_quote(text: str, quoted: str) -> None:
+    assert Reply(200, text).quote() == quoted

@@ -101,6 +101,23 @@ def test_what_is_no_number_counts_nothing(line: str) -> None:
     assert counters(line) == Counters()
 
 
+@pytest.mark.parametrize("position", ["9" * 5000, "64", "100000000", "\u0663", "\u00b2", "-1", "", "1.0"])
+def test_what_is_no_position_is_left_out(position: str) -> None:
+    odd = f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}} 3\n'
+    assert counters(scrape(1, 2, 1, (4, 2)) + odd).per_position == (4.0, 2.0)
+
+
+def test_sums_stay_finite() -> None:
+    huge = "vllm:spec_decode_num_drafts_total 1.7e308\nvllm:spec_decode_num_draft_tokens_total -1e300\n"
+    assert spec_decode(counters(""), counters(huge * 3 + scrape(1, 2, 1)))["drafts"] == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, counters(SCRAPE)), (counters(SCRAPE), None), (None, None)])
+def test_a_scrape_that_failed_is_no_zero(before: Counters | None, after: Counters | None) -> None:
+    spec = spec_decode(before, after)
+    assert spec == {"state": "unknown", "drafts": 0, "drafted": 0, "accepted": 0, "per_position": [], "acceptance": None}
+
+
 @pytest.mark.parametrize(
     ("log", "state", "drafted", "accepted"),
     [

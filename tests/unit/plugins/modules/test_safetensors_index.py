@@ -249,6 +249,24 @@ def test_a_config_that_cannot_be_read_is_at_most_a_warning(run: Any, folder: Pat
     assert [name.split("_")[0] for name in faults(result)] == ([] if text is None else ["config"])
 
 
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [('"secret"', "a string"), ('["secret"]', "an array"), ("4711", "a number"), ("true", "a boolean"), ("null", "null")],
+)
+@pytest.mark.parametrize("name", ["config.json", INDEX])
+def test_what_is_no_object_is_not_quoted_as_a_link_may_lead_to_a_secret(
+    run: Any, folder: Path, tmp_path: Path, name: str, text: str, kind: str
+) -> None:
+    (folder / name).unlink()
+    secret = tmp_path / "elsewhere"
+    secret.write_text(text)
+    (folder / name).symlink_to(secret)
+    result = run()
+    (fault,) = [fault for fault in result["problems"] if fault["class"].endswith("_not_object")]
+    assert fault["evidence"].endswith(f"but {kind}")
+    assert "secret" not in str(result) and "4711" not in str(result)
+
+
 def test_one_file_needs_no_index_and_several_get_one(run: Any, folder: Path) -> None:
     for name in (S1, S2, MTP, INDEX):
         (folder / name).unlink()

@@ -120,7 +120,12 @@ def test_counters_that_come_late_are_waited_for(ask: Ask) -> None:
         (in_turn(PLAIN), False, 0, None, False),
         (in_turn(metrics(5, 10, 3)), True, 0, "spec_decode_off", True),
         (in_turn(metrics(5, 10, 3)), False, 0, None, False),
-        (reply(404, ""), True, 0, "spec_decode_off", True),
+        (reply(404, ""), True, 0, "metrics_unreadable", True),
+        (reply(404, ""), False, None, "metrics_unreadable", False),
+        (reply(500, "oops"), True, None, "metrics_unreadable", True),
+        (reply(200, "<html>hello</html>"), False, None, "metrics_unreadable", False),
+        (hang_up, False, None, "metrics_unreadable", False),
+        (reply(200, ""), True, None, "spec_decode_off", True),
         (in_turn(metrics(5, 10, 3), metrics(30, 60, 3)), True, 0, "dead_draft", False),
         (in_turn(metrics(5, 10, 3), metrics(30, 60, 3)), True, None, "dead_draft", False),
         (in_turn(metrics(5, 10, 3), metrics(30, 60, 8)), True, None, None, False),
@@ -225,15 +230,70 @@ def test_refusals(ask: Ask, routes: dict[str, ReplyOf], name: str, text: str) ->
     ("body", "name"),
     [
         ({"choices": [{"message": {"content": None}}], "usage": {"completion_tokens": 0}}, "empty_answer"),
-        ({"choices": []}, "empty_answer"),
-        ({"choices": [None]}, "empty_answer"),
-        ({}, "empty_answer"),
+        ({"choices": [{"message": {"content": " \n\t"}}], "usage": {"completion_tokens": "\u001b[2J"}}, "empty_answer"),
+        ({"choices": [{"message": {}}], "usage": []}, "empty_answer"),
+        ({"choices": []}, "bad_answer"),
+        ({"choices": None}, "bad_answer"),
+        ({"choices": {"0": {"message": {"content": "x"}}}}, "bad_answer"),
+        ({"choices": [None]}, "bad_answer"),
+        ({"choices": ["Paris"]}, "bad_answer"),
+        ({"choices": [{}], "usage": {"completion_tokens": 48}}, "bad_answer"),
+        ({"choices": [{"message": "Paris"}]}, "bad_answer"),
+        ({}, "bad_answer"),
+        ({"error": {"message": "engine dead", "code": 500}}, "bad_answer"),
     ],
 )
 def test_no_answer_at_all_is_an_error(ask: Ask, body: dict[str, Any], name: str) -> None:
     result = ask({CHAT: reply(200, body)})
     assert result["failed"] is True
     assert classes(result) == [name]
+    assert "\x1b" not in result["msg"]
+
+
+@pytest.mark.parametrize(
+    ("body", "quoted"),
+    [
+        ({"error": {"message": "out of \x1b[2Jblocks"}}, r"answer: out of \x1b[2Jblocks"),
+        ({"error": "no\nmore"}, "answer: no more"),
+        ({"detail": "Not here"}, "answer: Not here"),
+        ({"choices": [], "x": "y" * 300}, 'answer: {"choices": [], "x": "yyy'),
+    ],
+)
+def test_a_bad_answer_is_quoted(ask: Ask, body: dict[str, Any], quoted: str) -> None:
+    evidence = ask({CHAT: reply(200, body)})["problems"][0]["evidence"]
+    assert quoted in evidence
+    assert len(evidence) < 200
+
+
+@pytest.mark.parametrize("text", [" ", "\n\n \t", "\u3000\u00a0", "\u200b\ufeff", "\x00\x07"])
+def test_blanks_are_no_text(ask: Ask, text: str) -> None:
+    result = ask({CHAT: answer(content=text)})
+    assert (result["answer"], classes(result), result["problems"][0]["severity"]) == ("", ["empty_answer"], "warning")
+    result = ask({CHAT: answer(content=text, reasoning="hm")})
+    assert (result["ok"], result["answer"], result["answer_field"], classes(result)) == (True, "hm", "reasoning", [])
+
+
+@pytest.mark.parametrize("failure", [reply(404, ""), reply(500, {"error": {"message": "oops"}}), hang_up, reply(200, "<html>")])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_scrape_that_fails_is_no_scrape_of_zeros(ask: Ask, failure: ReplyOf, first: bool) -> None:
+    tries = vllm_probe.METRICS_TRIES
+    scrapes = in_turn(*[failure] * tries, metrics(30, 60, 37)) if first else in_turn(metrics(5, 10, 3), *[failure] * tries)
+    result = ask({CHAT: answer(content="x"), "/metrics": scrapes})
+    assert (result["ok"], classes(result)) == (True, ["metrics_unreadable"])
+    assert (result["spec_decode"]["state"], result["spec_decode"]["drafted"]) == ("unknown", 0)
+    assert result["report"][-1].startswith("speculative decoding: unknown, /metrics cannot be read (")
+
+
+@pytest.mark.parametrize("status", [404, 500, 503])
+def test_the_status_of_metrics_is_told(ask: Ask, status: int) -> None:
+    result = ask({CHAT: answer(content="x"), "/metrics": reply(status, "")}, require_spec_decode=True)
+    assert f"ERROR metrics_unreadable: GET /metrics: HTTP {status}" in result["msg"]
+
+
+def test_a_scrape_may_fail_for_a_moment(ask: Ask) -> None:
+    routes = {CHAT: answer(content="x"), "/metrics": in_turn(reply(503, ""), metrics(5, 10, 3), reply(503, ""), metrics(30, 60, 37))}
+    result = ask(routes, require_spec_decode=True)
+    assert (result["ok"], result["spec_decode"]["drafts"], classes(result)) == (True, 25, [])
 
 
 @pytest.mark.parametrize(("expected", "shown"), [(None, ["dead_draft"]), (0, [])])
@@ -255,6 +315,56 @@ def test_a_silly_answer_is_a_warning(ask: Ask, monkeypatch: pytest.MonkeyPatch) 
     assert [text.split(":")[0] for text in warnings] == ["degenerate_answer"]
 
 
+@pytest.mark.parametrize(
+    ("text", "silly"),
+    [
+        ("!" * 15, True),
+        ("! " * 8, True),
+        ("ab" * 8, True),
+        ("\n0\n0" * 6, True),
+        ("\ufffd" * 20, True),
+        ("\ufffd" * 9 + "abc def", True),
+        ("\ufffd" * 7 + "abcdefgh", False),
+        ("!" * 14, False),
+        ("abc" * 8, False),
+        ("Paris", False),
+        ("東京は日本の首都です。人口は約千四百万人です。", False),
+        ("!nesr&nesr&I oPrhVAasfhfiysiwlnhy rsglidt>", False),
+    ],
+)
+def test_degenerate(text: str, silly: bool) -> None:
+    assert vllm_probe.degenerate(text) is silly
+
+
+def test_lone_surrogates_in_an_answer_are_replaced(ask: Ask) -> None:
+    body = r'{"choices": [{"message": {"content": "Par\ud800is"}}], "usage": {"x\udfff": 1}}'
+    result = ask({CHAT: reply(200, body)})
+    assert (result["ok"], result["answer"], result["usage"]) == (True, "Par\ufffdis", {"x\ufffd": 1})
+
+
+@pytest.mark.parametrize("path", ["/v1/models", CHAT])
+@pytest.mark.parametrize("body", ["[" * 200_000, '{"choices":' * 3000 + "1" + "}" * 3000])
+def test_nesting_beyond_all_reason_is_a_bad_reply(ask: Ask, path: str, body: str) -> None:
+    result = ask({path: reply(200, body)})
+    assert classes(result) == ["not_vllm" if path == CHAT else "model_name"]
+
+
+def test_positions_beyond_all_reason_are_left_out(ask: Ask) -> None:
+    odd = f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{"9" * 5000}"}} 3\n'
+    assert ask({CHAT: answer(content="x"), "/metrics": reply(200, odd + "vllm:x 1\n")})["ok"]
+
+
+def test_a_server_cannot_write_to_the_terminal(ask: Ask) -> None:
+    evil = "m\x1b[2J\u202e"
+    models = reply(200, {"data": [{"id": evil}]})
+    result = ask({"/v1/models": models})
+    assert r"lists m\x1b[2J\u202e, not qwen" in result["msg"]
+    result = ask({"/v1/models": models, CHAT: answer(content="Par\x1b]0;x\x07is")}, model="")
+    assert (result["ok"], result["model"]) == (True, evil)
+    assert result["report"][1:3] == [r"model m\x1b[2J\u202e", r"answer: Par\x1b]0;x\x07is"]
+    assert next(s for s in result["seen"] if s["path"] == CHAT)["body"]["model"] == evil
+
+
 @pytest.mark.parametrize("body", ["<html>", "[1]", ""])
 def test_what_is_no_answer_of_a_vllm(ask: Ask, body: str) -> None:
     assert classes(ask({CHAT: reply(200, body)})) == ["not_vllm"]
@@ -265,6 +375,8 @@ def test_what_is_no_answer_of_a_vllm(ask: Ask, body: str) -> None:
     [
         (in_turn(metrics(1, 1, 1, generated=1000, running=0), metrics(1, 1, 1, generated=1000, running=1)), "wedged"),
         (in_turn(metrics(1, 1, 1, generated=1000, running=2), metrics(1, 1, 1, generated=1400, running=2)), "slow_answer"),
+        (in_turn(*[reply(500, "")] * vllm_probe.METRICS_TRIES, metrics(1, 1, 1, generated=1400, running=2)), "no_answer"),
+        (in_turn(metrics(1, 1, 1, generated=1000, running=2), reply(500, "")), "no_answer"),
     ],
 )
 def test_no_answer_in_time_although_health_is_good(ask: Ask, scrapes: ReplyOf, name: str) -> None:
