@@ -7,16 +7,17 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleError
 from ansible.plugins.action import ActionBase
 
-from ..module_utils.problems import Problem, describe, problem
+from ..module_utils.problems import Problem, describe, errors, problem
 from ..module_utils.recipes import OVERRIDES, RecipeError, did_you_mean, find_recipes, load_recipe
-from ..module_utils.vllm_argv import engine_argv, plain, show
+from ..module_utils.unit import docker_args_problems
+from ..module_utils.vllm_argv import check_environment, engine_argv, plain, show
 from ..plugin_utils.role_variables import COLLECTION, RoleSpec, check_value, role_specs, set_by_user, unknown_variables
 
 DEFAULT_PORT = 8000
@@ -118,12 +119,56 @@ def build_instance(recipe_name: str, recipe: dict[str, Any], settings: Mapping[s
     }
 
 
-def check_leak(instance: Mapping[str, Any], api_key: str | None) -> list[Problem]:
-    """Whether the key got into what everybody may see, as part of another option."""
-    if not api_key or len(api_key) < 8 or api_key not in json.dumps(instance, ensure_ascii=False):
+def check_leak(value: object, api_key: str | None, where: str = "the recipe or of its overrides") -> list[Problem]:
+    """Whether the key got into what everybody may see, as part of another option, named by `where`."""
+    if not api_key or len(api_key) < 8 or not any(form in text for text in texts_in(value) for form in key_forms(api_key)):
         return []
-    evidence = "the value of vllm_api_key is also part of the recipe or of its overrides, which end up in an argument list"
+    evidence = f"the value of vllm_api_key is also part of {where}, which others may read"
     return [problem("api_key_leak", evidence, "take it out there: the server gets the key without it")]
+
+
+def key_forms(api_key: str) -> set[str]:
+    """A key as it is, and as it stands in JSON and in a quoted text of Python."""
+    return {api_key, json.dumps(api_key)[1:-1], repr(api_key)[1:-1]}
+
+
+def texts_in(value: object) -> Iterator[str]:
+    """Every text in a value, keys included, and numbers as text."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from (*texts_in(key), *texts_in(item))
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from texts_in(item)
+    else:
+        yield str(value)
+
+
+def check_service(values: Mapping[str, Any], api_key: str | None) -> list[Problem]:
+    """What is wrong with the service's own environment and docker options. No value of either is in a message."""
+    found: list[Problem] = []
+    checks = {
+        "vllm_service_environment": lambda value: check_environment(value, "vllm_service_environment")[1],
+        # The service's module warns of the rest.
+        "vllm_service_docker_args": lambda value: errors(docker_args_problems(value)),
+    }
+    for name, check in checks.items():
+        if name in values:
+            found += check_leak(values[name], api_key, name) + check(values[name])
+    return found
+
+
+def without_key(found: list[Problem], api_key: str | None) -> list[Problem]:
+    """Problems in which nothing that was quoted shows the key."""
+    if not api_key or len(api_key) < 8:
+        return found
+    result = []
+    for flaw in found:
+        evidence, remedy = flaw["evidence"], flaw["remedy"]
+        for form in sorted(key_forms(api_key), key=len, reverse=True):
+            evidence, remedy = evidence.replace(form, "(vllm_api_key)"), remedy.replace(form, "(vllm_api_key)")
+        result.append(problem(flaw["class"], evidence, remedy, flaw["severity"]))
+    return result
 
 
 class ActionModule(ActionBase):
@@ -148,7 +193,10 @@ class ActionModule(ActionBase):
         instance = self._instance(settings)
         for role in roles:
             if role != "vllm":
-                self._values(specs[role], instance)
+                values = self._values(specs[role], instance)
+                if role == "vllm_service":
+                    self._problems += check_service(values, settings["api_key"])
+        self._problems = without_key(self._problems, settings["api_key"])
 
         if self._problems:
             host = self._variables.get("inventory_hostname", "this host")

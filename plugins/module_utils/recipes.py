@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from .problems import Problem, errors, problem
-from .vllm_argv import check_engine_args, check_environment, is_number, plain, show, strict_json
+from .vllm_argv import check_engine_args, check_environment, is_number, plain, shape, show, strict_json
 
 RECIPE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 SUFFIXES = (".yml", ".yaml")
@@ -184,7 +184,7 @@ def check_layer(data: Mapping[Any, Any], where: str) -> Layer:
         else:
             layer.flawed.update(f"{key}.{inner}" for inner in expected)
             remedy = f"put {', '.join(expected)} below it"
-            layer.problems.append(problem("recipe_type", f"{where}: {key}: {show(value)} is no mapping", remedy))
+            layer.problems.append(problem("recipe_type", f"{where}: {key}: {shape(value)} is no mapping", remedy))
     return layer
 
 
@@ -236,7 +236,7 @@ def check_overrides(overrides: Any, where: str = OVERRIDES) -> Layer:
             flaw = f"is no mapping: {error}"
     if not isinstance(overrides, Mapping):
         remedy = "write the recipe's keys as a mapping, or as the JSON of one"
-        return Layer({}, set(), [problem("recipe_overrides", f"{where}: {show(overrides)} {flaw}", remedy)])
+        return Layer({}, set(), [problem("recipe_overrides", f"{where}: {shape(overrides)} {flaw}", remedy)])
     layer = check_layer(overrides, where)
     if layer.data.pop("extends", None) is not None:
         remedy = "set vllm_recipe to that recipe, or write a recipe that extends it"

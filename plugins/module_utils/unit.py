@@ -15,7 +15,7 @@ from typing import Any
 
 from .log_classifier import as_problems, diagnose
 from .problems import Problem, problem
-from .vllm_argv import ArgumentError, check_environment, docker_env_file, plain, systemd_exec
+from .vllm_argv import ArgumentError, check_environment, docker_env_file, plain, shown_name, systemd_exec
 
 CONFIG_LABEL = "dgxspark.vllm.config"
 HEADER = "# Written by dgxspark.vllm. Own settings belong into {name}.service.d/*.conf"
@@ -129,6 +129,11 @@ def effective_environment(environment: Mapping[str, Any], secrets: Mapping[str, 
     merged: dict[str, str | None] = {**CACHE_ENVIRONMENT, **given}
     merged.update({str(key): str(value) for key, value in plain(secrets).items() if value not in (None, "")})
     return {key: value for key, value in sorted(merged.items()) if value is not None}
+
+
+def hidden_environment(environment: Mapping[str, Any]) -> dict[str, str]:
+    """An environment that holds what it should not, as a result may show it: names without what follows a `=`, and no value."""
+    return {shown_name(name): "(not shown)" for name in environment}
 
 
 def environment_digest(environment: Mapping[str, str], salt: bytes) -> str:
@@ -284,7 +289,12 @@ def docker_args_problems(docker_args: Sequence[str]) -> list[Problem]:
             found.append(problem("owned_option", f"vllm_service_docker_args holds {option}", _OWNED[option]))
         elif option.startswith("-") and re.search(r"\s", option):
             found.append(
-                problem("joined_words", f"vllm_service_docker_args holds {word!r}", f"make it {len(word.split())} items of the list")
+                # What follows the option may be a secret.
+                problem(
+                    "joined_words",
+                    f"vllm_service_docker_args holds {option.split()[0]} and more in one item of {len(word)} characters",
+                    f"make it {len(word.split())} items of the list",
+                )
             )
     for option, value in _option_values(docker_args):
         if option == "--ulimit" and value.startswith("memlock"):
@@ -353,15 +363,15 @@ _START_FAILURES: list[tuple[str, str, str]] = [
 ]
 
 
-def start_failure(log: Sequence[str], state: str) -> list[Problem]:
-    """Why a service did not start, from its log. state: systemd's words, used when the log says nothing."""
+def start_failure(log: Sequence[str], state: str, name: str) -> list[Problem]:
+    """Why the service `name` did not start, from its log. state: systemd's words, used when the log says nothing."""
     for pattern, class_, remedy in _START_FAILURES:
         for line in log:
             if re.search(pattern, line):
                 return [problem(class_, line.strip(), remedy)]
     found = as_problems(diagnose("\n".join(log)))
     return found or [
-        problem("start_failed", " | ".join(line.strip() for line in log[-3:]) or state, "journalctl -u <vllm_name> has the whole log")
+        problem("start_failed", " | ".join(line.strip() for line in log[-3:]) or state, f"journalctl -u {name} has the whole log")
     ]
 
 

@@ -128,6 +128,24 @@ def show(value: object, limit: int = 80) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def shape(value: object) -> str:
+    """What a value is, without its content, which may hold a secret."""
+    if isinstance(value, str):
+        return f"a text of {len(value)} character{'' if len(value) == 1 else 's'}"
+    if isinstance(value, (Mapping, list, tuple)):
+        kind = "mapping" if isinstance(value, Mapping) else "list"
+        return f"a {kind} of {len(value)} item{'' if len(value) == 1 else 's'}"
+    return "null" if value is None else f"a value of type {type(value).__name__}"
+
+
+def shown_name(name: object) -> str:
+    """A name for a message, cut where a value may have become a part of it."""
+    if not isinstance(name, str):
+        return show(name) if isinstance(name, int) else shape(name)
+    head = re.split(r"[=:\s]", name, maxsplit=1)[0]
+    return show(head) + ("" if head == name else f" (cut; {len(name)} characters in all)")
+
+
 def is_number(value: object) -> bool:
     """A finite int or float; True and False are no numbers."""
     if isinstance(value, float):
@@ -152,7 +170,7 @@ def strict_json(text: str) -> Any:
         result: dict[str, Any] = {}
         for key, value in pairs:
             if key in result:
-                raise ValueError(f"the key {key!r} is there twice")
+                raise ValueError(f"the key {shown_name(key)} is there twice")
             result[key] = value
         return result
 
@@ -320,15 +338,15 @@ class _Checker:
             try:
                 value = strict_json(value)
             except ValueError as error:
-                self.note("engine_arg_json", name, f"{show(value)}: {error}", remedy)
+                self.note("engine_arg_json", name, f"{shape(value)}: {error}", remedy)
                 return value
             if isinstance(value, str):
-                self.note("engine_arg_json", name, f"{show(value)} is JSON within JSON (encoded twice)", remedy)
+                self.note("engine_arg_json", name, f"{shape(value)} is JSON within JSON (encoded twice)", remedy)
                 return value
         if name in JSON_OR_INTEGER and isinstance(value, int) and not isinstance(value, bool):
             return value
         if not isinstance(value, Mapping):
-            self.note("engine_arg_json", name, f"{show(value)} is no mapping", remedy)
+            self.note("engine_arg_json", name, f"{shape(value)} is no mapping", remedy)
             return value
         self._json_value(name, value)
         if name == "speculative-config":
@@ -353,7 +371,7 @@ def check_engine_args(args: object, where: str) -> tuple[dict[str, Any], list[Pr
     where: what a message calls the mapping, such as "recipes/x.yml: engine_args". A flawed option is still in the result.
     """
     if not isinstance(args, Mapping):
-        return {}, [problem("engine_arg_type", f"{where}: {show(args)} is no mapping", "write one `option: value` per line")]
+        return {}, [problem("engine_arg_type", f"{where}: {shape(args)} is no mapping", "write one `option: value` per line")]
     checker = _Checker(where)
     result = {}
     for name, value in plain(args).items():
@@ -396,6 +414,9 @@ def check_environment(environment: object, where: str) -> tuple[dict[str, str | 
     quote = "quote the value as the program is to see it"
     for name, value in plain(environment).items():
         label = f"{where}.{name}"
+        if flaw := _name_problems(name, where):
+            problems += flaw
+            continue
         if isinstance(name, str) and name in SECRET_VARIABLES:
             problems.append(problem("environment_secret", f"{label}: a secret has no place in a recipe", SECRET_VARIABLES[name]))
         elif value is None:
@@ -411,10 +432,18 @@ def check_environment(environment: object, where: str) -> tuple[dict[str, str | 
     return result, problems
 
 
+def _name_problems(name: object, where: str) -> list[Problem]:
+    """Why a name cannot be one of a variable. What follows its first `=` may be a secret."""
+    if isinstance(name, str) and VARIABLE_NAME.fullmatch(name):
+        return []
+    remedy = "use letters, digits and underscores; the value comes after the colon"
+    return [problem("environment_name", f"{where}: {shown_name(name)} is no variable name", remedy)]
+
+
 def _line_problems(name: object, value: str, where: str) -> list[Problem]:
     """Why docker could not read `name=value` as one line of an environment file."""
-    if not isinstance(name, str) or not VARIABLE_NAME.fullmatch(name):
-        return [problem("environment_name", f"{where}: {show(name)} is no variable name", "use letters, digits and underscores")]
+    if flaw := _name_problems(name, where):
+        return flaw
     if "\n" in value or UNPRINTABLE.search(value):
         what = "the value has more than one line, or a control character"
         return [problem("environment_value", f"{where}.{name}: {what}", "an environment file holds one line of plain text for each")]

@@ -102,7 +102,8 @@ from ..module_utils import gate_probe
 from ..module_utils.files import read_json, write_json
 from ..module_utils.image_gate import baked_environment, gate_key, gate_of, probe_command, probe_failure, problems_of, report_of
 from ..module_utils.problems import Problem, describe, errors, problem
-from ..module_utils.unit import effective_environment, image_of_manifest
+from ..module_utils.unit import effective_environment, hidden_environment, image_of_manifest
+from ..module_utils.vllm_argv import check_environment
 
 
 def docker(argv: list[str], stdin: str = "", timeout_s: float = 60) -> tuple[int, str, bool]:
@@ -154,6 +155,10 @@ def main() -> None:
         supports_check_mode=True,
     )
     p = module.params
+    if flaws := check_environment(p["environment"], "environment")[1]:
+        # Ansible shows a module's arguments at higher verbosity.
+        p["environment"] = hidden_environment(p["environment"])
+        fail(module, flaws, {})
     image_id = image_of_manifest(read_json(Path(p["image_manifest"])))
     if not image_id:
         skip_or_fail(

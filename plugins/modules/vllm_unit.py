@@ -19,7 +19,8 @@ author:
 attributes:
   check_mode:
     support: full
-    description: Predicts the change without writing or restarting anything. What does not exist yet (image, checkpoint) is shown as such.
+    description: Predicts the change without writing or restarting anything. What does not exist yet (image, checkpoint) is shown as such;
+      a machine without systemd or docker is an error here too.
   diff_mode:
     support: full
     description: Shows the unit's text, and of the environment only the names and a digest.
@@ -149,9 +150,12 @@ problems:
 """
 
 import json
+import os
 import platform
+import re
 import secrets as random
 import shutil
+import stat
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,6 +176,7 @@ from ..module_utils.unit import (
     effective_environment,
     environment_digest,
     environment_summary,
+    hidden_environment,
     image_of_manifest,
     restart_limits,
     settings_problems,
@@ -183,9 +188,13 @@ from ..module_utils.vllm_argv import docker_env_file
 
 SNAPSHOT = ".dgxspark-snapshot.json"
 INDEX = "model.safetensors.index.json"
-SHOWN = "LoadState,ActiveState,SubState,Result,UnitFileState,FragmentPath,NeedDaemonReload,NRestarts"
+SHOWN = "LoadState,ActiveState,SubState,Result,UnitFileState,FragmentPath,NeedDaemonReload,NRestarts,DropInPaths"
 POLL_S = 0.25
 SETTLE_S = 20.0
+# How long the container may take to appear when a drop-in has changed what the unit starts.
+OVERRIDDEN_S = 20.0
+# What a dry run may come before.
+NOT_YET = ("image_missing", "checkpoint_incomplete")
 
 
 class Commands:
@@ -302,6 +311,29 @@ class Now:
         return f"service: {state}{config}\n"
 
 
+def overriding(service: dict[str, str]) -> list[str]:
+    """Those of a unit's drop-ins that change what it starts."""
+    found = []
+    for path in service.get("DropInPaths", "").split():
+        try:
+            text = Path(path).read_text(errors="replace")
+        except OSError:
+            continue
+        if re.search(r"^[ \t]*ExecStart[ \t]*=", text, re.MULTILINE):
+            found.append(path)
+    return found
+
+
+def overridden(service: dict[str, str], name: str) -> list[Problem]:
+    """What to say when no container of ours appears and drop-ins are why."""
+    paths = overriding(service)
+    if not paths:
+        return []
+    evidence = f"no container of {name}.service with this configuration appeared; its ExecStart is replaced by {', '.join(paths)}"
+    remedy = f"take ExecStart out of it (vllm_service_docker_args adds options); journalctl -u {name} has the log"
+    return [problem("unit_overridden", evidence, remedy)]
+
+
 def look(commands: Commands, name: str, paths: Paths) -> Now:
     """Gather what is there, waiting out the second in which systemd starts or stops it."""
     deadline = time.monotonic() + SETTLE_S
@@ -310,7 +342,7 @@ def look(commands: Commands, name: str, paths: Paths) -> Now:
         container, error = commands.inspect("container", name)
         between = service.get("SubState") in ("start-pre", "start", "stop", "stop-sigterm", "stop-post")
         coming = not error and container.get("State", {}).get("Status", "created") == "created"
-        between = between or (service.get("ActiveState") == "active" and coming)
+        between = between or (service.get("ActiveState") == "active" and coming and not overriding(service))
         if not between or time.monotonic() > deadline:
             return Now(_read(paths.unit), _read(paths.env), service, container, error)
         time.sleep(POLL_S)
@@ -323,14 +355,23 @@ def _read(path: Path) -> str:
         return ""
 
 
+def is_masked(now: Now, paths: Paths) -> bool:
+    """Whether somebody has forbidden the unit, whether systemd has read that yet or not."""
+    return now.service.get("LoadState") == "masked" or (paths.unit.is_symlink() and paths.unit.resolve() == Path("/dev/null"))
+
+
 def conflicts(now: Now, name: str, paths: Paths) -> list[Problem]:
     """Units and containers of that name which are not ours: never overwritten, never removed."""
     found = []
+    if is_masked(now, paths):
+        evidence = f"{name}.service is masked: systemd is told never to start it"
+        remedy = f"`systemctl unmask {name}.service` (with --runtime if it was masked so) if it may run, or set another vllm_name"
+        found.append(problem("unit_masked", evidence, remedy))
     fragment = now.service.get("FragmentPath", "")
     foreign = str(paths.unit) if now.unit and not now.unit.startswith(MARK) else ""
     if fragment and fragment != str(paths.unit) and "transient" not in fragment:
         foreign = fragment
-    if foreign:
+    if foreign and not found:
         found.append(problem("foreign_unit", f"{foreign} was not written by this collection", "set another vllm_name, or remove that unit"))
     if now.container and not now.config:
         found.append(
@@ -412,7 +453,7 @@ def watch_start(
 ) -> tuple[dict[str, Any], list[Problem], list[str]]:
     """Watch a service until its container has run for a while: (container, problems, log)."""
     deadline = time.monotonic() + max(120.0, watch_s)
-    running_since = None
+    running_since = active_since = None
     while True:
         service = commands.service(name)
         state = f"{service.get('ActiveState')}/{service.get('SubState')}, result {service.get('Result')}"
@@ -424,8 +465,17 @@ def watch_start(
                 return container, [], []
         elif service.get("SubState") in ("auto-restart", "auto-restart-queued", "failed", "dead") or time.monotonic() > deadline:
             log = commands.log(name, since)
-            return container, start_failure(log, state), log
+            return container, overridden(service, name) + start_failure(log, state, name), log
+        elif fine.active:
+            active_since = active_since or time.monotonic()
+            if time.monotonic() - active_since >= OVERRIDDEN_S and (found := overridden(service, name)):
+                return container, found, commands.log(name, since)
         time.sleep(POLL_S)
+
+
+def wanted_access(mode: int) -> str:
+    """Owner, group and mode of a file of ours, in a word each."""
+    return f"{os.geteuid()} {os.getegid()} {mode:04o}"
 
 
 class Unit:
@@ -473,7 +523,7 @@ class Unit:
 
     def remove(self, now: Now) -> NoReturn:
         """Stop, disable and remove; caches and checkpoints stay."""
-        found = [p for p in conflicts(now, self.name, self.paths) if p["class"] == "foreign_unit"]
+        found = [p for p in conflicts(now, self.name, self.paths) if p["class"] in ("foreign_unit", "unit_masked")]
         if found:
             fail(self.module, found, f"{self.name}.service stays")
         ours = bool(now.config)
@@ -531,8 +581,12 @@ class Unit:
         )
         found += conflicts(now, self.name, self.paths)
         missing = missing_inputs(self.module, self.commands, now, image_id, snapshot)
-        if not self.check:
-            found += missing
+        found += [flaw for flaw in missing if not (self.check and flaw["class"] in NOT_YET)]
+        if any(flaw["class"].startswith("environment_") for flaw in found):
+            # Ansible shows a module's arguments at higher verbosity.
+            p["environment"] = hidden_environment(p["environment"])
+        if any(flaw["class"] in ("owned_option", "joined_words") for flaw in found):
+            p["docker_args"] = ["(not shown)"]
         if errors(found):
             fail(self.module, found, f"{self.name}.service cannot be set up; nothing was changed")
         settings, environment = self.settings(image_id, snapshot)
@@ -550,9 +604,9 @@ class Unit:
         unit_differs = self.changes.add(f"{self.name}.service", now.unit, wanted_text)
         before_env = self._env_before(now)
         env_differs = self.changes.add("environment (names and digest)", before_env, environment_summary(environment, settings.env_digest))
-        mode_differs = self._loose(self.paths.env)
-        if mode_differs:
-            self.changes.add("environment file mode", f"{mode_differs}\n", "0600\n")
+        for path, mode in self._modes().items():
+            if before := self._loose(path, mode):
+                self.changes.add(f"{path}: owner, group, mode", f"{before}\n", f"{wanted_access(mode)}\n")
         started = self.p["state"] == "started"
         current = now.active and now.running and now.config == config
         goal = f"service: active/running, configuration {config[:12]}\n" if started else "service: inactive/dead\n"
@@ -568,10 +622,11 @@ class Unit:
             self.forget_failures()
         self._keep_previous(now, unit_differs or env_differs)
         if not self.check:
-            if unit_differs or env_differs or mode_differs:
+            if unit_differs or env_differs:
                 atomic_write(self.paths.env, env_text, 0o600)
             if unit_differs:
                 atomic_write(self.paths.unit, text)
+            self._tighten()
             Path(settings.cache).mkdir(parents=True, exist_ok=True)
         if enable_differs or (unit_differs and self.p["enabled"]):
             # --no-reload, as a reload would take the GPU from a running container; the next one reads the links.
@@ -612,13 +667,33 @@ class Unit:
         keys = dict(line.split("=", 1) for line in now.env.splitlines() if "=" in line)
         return environment_summary(keys, environment_digest(keys, salt_of(self.paths.salt, False)))
 
-    def _loose(self, path: Path) -> str:
-        """The file's mode when others could read it."""
+    def _modes(self) -> dict[Path, int]:
+        """Every file that this module writes, and the mode that it has."""
+        paths = self.paths
+        return {paths.unit: 0o644, paths.env: 0o600, paths.previous_unit: 0o644, paths.previous_env: 0o600, paths.salt: 0o600}
+
+    def _loose(self, path: Path, mode: int) -> str:
+        """Owner, group and mode of a file when they are not the wanted ones; a link, whose target is another's, is never wanted."""
         try:
-            mode = path.stat().st_mode & 0o777
-        except OSError:
+            info = path.lstat()
+        except (FileNotFoundError, NotADirectoryError):
             return ""
-        return "" if mode == 0o600 else f"{mode:04o}"
+        link = " (a link)" if stat.S_ISLNK(info.st_mode) else ""
+        access = f"{info.st_uid} {info.st_gid} {stat.S_IMODE(info.st_mode):04o}{link}"
+        return "" if access == wanted_access(mode) else access
+
+    def _tighten(self) -> None:
+        """Give each file its owner, group and mode, without a new time of change, which systemd would take for a new text."""
+        for path, mode in self._modes().items():
+            if not self._loose(path, mode):
+                continue
+            if not path.exists():
+                path.unlink()  # a link to nothing
+            elif path.is_symlink():
+                atomic_write(path, path.read_bytes(), mode)
+            if self._loose(path, mode):
+                os.chown(path, os.geteuid(), os.getegid())
+                path.chmod(mode)
 
     def _keep_previous(self, now: Now, differs: bool) -> None:
         """Keep what ran before. A unit that was failing is not worth a rollback, so it does not displace one that is."""

@@ -18,10 +18,13 @@ from ansible_collections.dgxspark.vllm.plugins.action.instance import (
     build_instance,
     check_exposure,
     check_leak,
+    check_service,
     check_settings,
     is_loopback,
     recipe_folders,
+    without_key,
 )
+from ansible_collections.dgxspark.vllm.plugins.module_utils.problems import problem
 from ansible_collections.dgxspark.vllm.plugins.module_utils.recipes import load_recipe
 
 CHECKOUT = Path(__file__).parents[4]
@@ -132,6 +135,43 @@ def test_a_key_in_another_option_is_found() -> None:
     (found,) = check_leak(build_instance("x", recipe, SETTINGS), KEY)
     assert found["class"] == "api_key_leak" and KEY not in str(found)
     assert check_leak(build_instance("x", recipe, SETTINGS), "another-key") == []
+
+
+ENV, ARGS = "vllm_service_environment", "vllm_service_docker_args"
+
+
+@pytest.mark.parametrize(
+    ("values", "classes"),
+    [
+        ({}, []),
+        ({ENV: {"A": "1", "B": None}, ARGS: ["--cap-add", "IPC_LOCK"]}, []),
+        ({ARGS: ["--shm-size", "64g"]}, []),
+        ({ENV: {"VLLM_API_KEY": "other-secret"}}, ["environment_secret"]),
+        ({ENV: {"HF_TOKEN": "other-secret"}}, ["environment_secret"]),
+        ({ENV: {"VLLM_API_KEY": KEY}}, ["api_key_leak", "environment_secret"]),
+        ({ENV: {"A": f"x{KEY}y"}}, ["api_key_leak"]),
+        ({ENV: {f"A={KEY}": "x"}}, ["api_key_leak", "environment_name"]),
+        ({ENV: {"A": [KEY]}}, ["api_key_leak", "environment_type"]),
+        ({ARGS: ["-e", "VLLM_API_KEY=other-secret"]}, ["owned_option"]),
+        ({ARGS: ["--env VLLM_API_KEY=other-secret"]}, ["joined_words"]),
+        ({ARGS: ["--label", f"key={KEY}"]}, ["api_key_leak"]),
+        ({ARGS: [f"--env=VLLM_API_KEY={KEY}"]}, ["api_key_leak", "owned_option"]),
+        ({ENV: {"A": KEY}, ARGS: [KEY]}, ["api_key_leak", "api_key_leak"]),
+    ],
+)
+def test_the_services_own_options_hold_no_secret(values: dict[str, Any], classes: list[str]) -> None:
+    found = check_service(values, KEY)
+    assert [p["class"] for p in found] == classes
+    assert KEY not in str(found) and "other-secret" not in str(found)
+
+
+@pytest.mark.parametrize("key", ['quote"quote', "back\\slash", "it's-a-key", "12345678"])
+def test_a_key_is_found_in_every_spelling(key: str) -> None:
+    for value in ({"A": key}, [f"--x={json.dumps({'a': key})}"], {key: 1}, {"A": {"B": (key,)}}):
+        assert [p["class"] for p in check_leak(value, key)] == ["api_key_leak"]
+    assert [p["class"] for p in check_leak({"A": 12345678}, "12345678")] == ["api_key_leak"]
+    for text in (key, json.dumps(key), repr(key)):
+        assert key not in str(without_key([problem("x", f"a {text} b", text)], key)[0].values())
 
 
 def test_relative_recipe_folders_start_at_the_inventory(tmp_path: Path) -> None:
@@ -251,6 +291,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
             "vllm_state_dir": None,
             "vllm_checkpoint_dir": "/data/{{ vllm_instance.name }}",
         },
+        "service_leak": v2
+        | {
+            "vllm_api_key": KEY,
+            ENV: {"A": "{{ vllm_api_key }}", "HF_TOKEN": KEY},
+            ARGS: ["--shm-size", KEY, "--ipc", "private"],
+        },
         "leak": v2 | {"vllm_api_key": KEY, "vllm_recipe_overrides": {"engine_args": {"middleware": KEY}}},
     }
     return Run(folder, hosts, "--check", "--diff", "-vvv")
@@ -286,6 +332,12 @@ def test_the_users_own_expressions_are_evaluated(run: Run) -> None:
 def test_a_key_opens_the_server_and_is_never_shown(run: Run) -> None:
     assert run.argv("open_with_key")[-4:] == ["--host", "0.0.0.0", "--port", "8001"]
     assert "api_key_leak" in run.failure("leak")
+    assert [p["class"] for p in run.last["service_leak"]["problems"]] == [
+        "api_key_leak",
+        "environment_secret",
+        "api_key_leak",
+        "bad_shm_size",
+    ]
     # The inventory's own text does not count: only what the run says.
     assert KEY not in run.output
 

@@ -298,6 +298,15 @@ def test_docker_args(docker_args: list[str], classes: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    "docker_args",
+    [["--env VLLM_API_KEY=hush"], ["--label key hush"], ["--env=VLLM_API_KEY=hush"], ["-eA=hush"], ["-e A=hush"], ["-e", "A=hush"]],
+)
+def test_what_an_option_holds_is_not_shown(docker_args: list[str]) -> None:
+    (found,) = docker_args_problems(docker_args)
+    assert "hush" not in str(found) and "vllm_service_docker_args holds -" in found["evidence"]
+
+
+@pytest.mark.parametrize(
     ("text", "size"), [("64m", 64 << 20), ("4g", 4 << 30), ("64gb", 64 << 30), ("1.5GiB", 3 << 29), ("1024", 1024), ("x", None), ("", None)]
 )
 def test_sizes(text: str, size: int | None) -> None:
@@ -373,13 +382,14 @@ def test_only_an_image_id_is_one(value: object) -> None:
 )
 def test_a_failed_start_has_a_cause(line: str, class_: str) -> None:
     log = ["Starting qwen.service - vLLM instance qwen...", line, "qwen.service: Main process exited, code=exited, status=125/n/a"]
-    found = start_failure(log, "failed/failed")
+    found = start_failure(log, "failed/failed", "qwen")
     assert found[0]["class"] == class_
     assert found[0]["remedy"]
 
 
 def test_a_silent_failure_names_the_state() -> None:
-    assert start_failure([], "failed/failed, result resources")[0]["evidence"] == "failed/failed, result resources"
+    (found,) = start_failure([], "failed/failed, result resources", "qwen-2")
+    assert found["evidence"] == "failed/failed, result resources" and "journalctl -u qwen-2 " in found["remedy"]
 
 
 def test_caches_are_below_one_mount() -> None:

@@ -221,6 +221,11 @@ def test_an_environment_becomes_unquoted_lines() -> None:
     [
         ("A B", "x", "environment_name"),
         ("1A", "x", "environment_name"),
+        ("VLLM_API_KEY=one-line", "x", "environment_name"),
+        ("VLLM_API_KEY=one-line", None, "environment_name"),
+        ("HF_TOKEN=one-line=", True, "environment_name"),
+        ("HF_TOKEN one-line", ["x"], "environment_name"),
+        ("HF_TOKEN: one-line", "x", "environment_name"),
         ("A=B", "x", "environment_name"),
         ("#A", "x", "environment_name"),
         ("", "x", "environment_name"),
@@ -241,6 +246,36 @@ def test_a_variable_that_no_line_can_hold_is_refused_and_not_shown(name: object,
     (found,) = check_environment({name: value}, "x")[1]
     assert found["class"] == class_
     assert "one-line" not in str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("A=b=c", 'x: "A" (cut; 5 characters in all) is no'),
+        ("=b", 'x: "" (cut; 2 characters in all) is no'),
+        ("1A", 'x: "1A" is no'),
+        (1, "x: 1 is no"),
+    ],
+)
+def test_a_bad_name_is_shown_up_to_where_a_value_may_start(name: object, shown: str) -> None:
+    (found,) = check_environment({name: "y"}, "x")[1]
+    assert found["evidence"].startswith(shown)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "--api-key hush",
+        ["--api-key", "hush"],
+        {"speculative-config": '{"key": "hush"'},
+        {"speculative-config": '{"hush": 1, "a=hush": 1, "a=hush": 2}'},
+        {"speculative-config": '"hush"'},
+        {"speculative-config": '["hush"]'},
+    ],
+)
+def test_malformed_arguments_are_measured_not_quoted(args: object) -> None:
+    (found,) = problems_of(args)
+    assert "hush" not in found
 
 
 def test_a_file_holds_the_key_but_no_second_line() -> None:

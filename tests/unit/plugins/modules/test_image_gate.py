@@ -89,6 +89,22 @@ def test_another_question_is_asked(ask: Runner, docker: Docker, change: dict[str
     assert not ask(**change)["gate"]["cached"] and docker.runs == 2
 
 
+@pytest.mark.parametrize(
+    ("environment", "class_"),
+    [
+        ({"VLLM_API_KEY": "hush"}, "environment_secret"),
+        ({"HF_TOKEN": "hush"}, "environment_secret"),
+        ({"HF_TOKEN=hush": ""}, "environment_name"),
+        ({"A": "hush\nB=1"}, "environment_value"),
+        ({"A": ["hush"]}, "environment_type"),
+    ],
+)
+def test_an_environment_with_a_secret_is_refused_unseen(ask: Runner, docker: Docker, environment: dict[str, Any], class_: str) -> None:
+    result = ask(environment=environment)
+    assert result["failed"] and [p["class"] for p in result["problems"]] == [class_]
+    assert "hush" not in json.dumps(result) and docker.calls == []
+
+
 def test_a_refusal_is_kept_too(ask: Runner, docker: Docker) -> None:
     docker.report = {**REPORT, "findings": [{"kind": "unknown_option", "option": "--egaer", "meant": ["--eager"]}]}
     first, second = ask(), ask()

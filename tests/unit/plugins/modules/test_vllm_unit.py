@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,9 @@ class Node:
         self.docker_down = False
         self.security = "[]"
         self.told: list[str] = []
+        self.masked = False
+        self.systemd_down = False
+        self.drop_ins = ""
 
     def run(self, *argv: str) -> tuple[int, str, str]:
         program, *words = argv
@@ -64,9 +68,12 @@ class Node:
         verb = words[0]
         if verb != "show":
             self.told.append(verb)
+        if verb == "show" and self.systemd_down:
+            return 1, "", "System has not been booted with systemd as init system"
         if verb == "show":
             state = {
-                "LoadState": "loaded" if self.unit.exists() else "not-found",
+                "DropInPaths": self.drop_ins,
+                "LoadState": "masked" if self.masked else "loaded" if self.unit.exists() else "not-found",
                 "ActiveState": self.active,
                 "SubState": self.sub,
                 "Result": "success",
@@ -97,6 +104,9 @@ class Node:
     def start(self) -> None:
         if self.dies_with:
             self.active, self.sub, self.log = "activating", "auto-restart", [self.dies_with]
+            return
+        if self.drop_ins and re.search(r"^\s*ExecStart *=", Path(self.drop_ins).read_text(), re.MULTILINE):
+            self.active, self.sub = "active", "running"
             return
         self.count += 1
         label = re.search(r"dgxspark\.vllm\.config=(\w+)", self.loaded)
@@ -265,6 +275,47 @@ def test_the_mode_of_the_environment_file_is_mended(apply: Runner, node: Node, t
     assert node.count == 1
 
 
+@pytest.mark.parametrize("spoil", ["mode", "strict", "owner", "group", "link"])
+@pytest.mark.parametrize(
+    "file", ["etc/qwen.service", *(f"state/units/{n}" for n in ("qwen.env", "qwen.service.previous", "qwen.env.previous", "salt"))]
+)
+def test_access_to_every_written_file_is_mended(apply: Runner, node: Node, tmp_path: Path, file: str, spoil: str) -> None:
+    apply()
+    apply(environment={"A": "new"})
+    path = tmp_path / file
+    before, count = path.lstat(), node.count
+    if spoil == "link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    elif spoil in ("owner", "group"):
+        if os.geteuid():
+            pytest.skip("only root can give files away")
+        os.chown(path, *((12345, -1) if spoil == "owner" else (-1, 12345)))
+    else:
+        path.chmod(0o666 if spoil == "mode" else 0o400)
+
+    def access() -> tuple[int, ...]:
+        info = path.lstat()
+        return info.st_uid, info.st_gid, info.st_mode
+
+    spoiled = access()
+    dry = apply(check=True, environment={"A": "new"})
+    assert dry["changed"] and access() == spoiled
+    result = apply(environment={"A": "new"})
+    assert result["changed"] and result["actions"] == [] and result["diff"] == dry["diff"] and node.count == count
+    assert access() == (before.st_uid, before.st_gid, before.st_mode)
+    assert spoil == "link" or path.stat().st_mtime_ns == before.st_mtime_ns, "systemd would take it for another text"
+    assert not apply(environment={"A": "new"})["changed"]
+
+
+def test_a_link_to_nothing_is_taken_away(apply: Runner, tmp_path: Path) -> None:
+    apply()
+    path = tmp_path / "state" / "units" / "qwen.env.previous"
+    path.symlink_to(tmp_path / "nowhere")
+    assert apply()["changed"] and not path.is_symlink()
+    assert not apply()["changed"]
+
+
 def test_a_container_that_is_just_being_made_is_waited_for(apply: Runner, node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     apply()
     monkeypatch.setattr(vllm_unit, "SETTLE_S", 5)
@@ -334,7 +385,6 @@ def test_what_ran_before_is_kept(apply: Runner, node: Node) -> None:
 
 
 def test_a_dry_run_on_a_clean_node(node: Node, tmp_path: Path, run_module: Runner) -> None:
-    node.docker_down = True
     args = {
         "name": "qwen",
         "image_manifest": str(tmp_path / "none.json"),
@@ -372,6 +422,75 @@ def test_docker_down(apply: Runner, node: Node) -> None:
     node.docker_down = True
     result = apply()
     assert result["failed"] and [p["class"] for p in result["problems"]] == ["docker_unreachable"]
+
+
+@pytest.mark.parametrize(("down", "class_"), [("docker_down", "docker_unreachable"), ("systemd_down", "no_systemd")])
+@pytest.mark.parametrize("check", [True, False])
+def test_a_dry_run_needs_systemd_and_docker_too(apply: Runner, node: Node, tmp_path: Path, down: str, class_: str, check: bool) -> None:
+    setattr(node, down, True)
+    result = apply(check=check)
+    assert result["failed"] and [p["class"] for p in result["problems"]] == [class_]
+    (tmp_path / "image.json").unlink()
+    found = [p["class"] for p in apply(check=check)["problems"]]
+    assert found == [class_] if check else [class_, "image_missing"]
+
+
+@pytest.mark.parametrize("how", ["link", "systemd", "distribution"])
+@pytest.mark.parametrize("state", ["started", "stopped", "absent"])
+def test_a_masked_unit_stays_masked(apply: Runner, node: Node, how: str, state: str) -> None:
+    node.unit.parent.mkdir()
+    if how == "link":
+        node.unit.symlink_to("/dev/null")
+    else:
+        node.masked, node.fragment = True, "/dev/null" if how == "distribution" else ""
+    for check in (True, False):
+        result = apply(state=state, check=check)
+        assert result["failed"] and [p["class"] for p in result["problems"]] == ["unit_masked"]
+        assert "systemctl unmask qwen.service" in result["msg"]
+    assert node.told == [] and node.unit.is_symlink() is (how == "link")
+
+
+@pytest.mark.parametrize("text", ["[Service]\nExecStart=\nExecStart=/usr/bin/docker run x\n", "[Service]\n  ExecStart = \n"])
+def test_a_drop_in_with_another_command_is_named(
+    apply: Runner, node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.setattr(vllm_unit, "OVERRIDDEN_S", 0.01)
+    path = tmp_path / "own.conf"
+    path.write_text(text)
+    node.drop_ins = str(path)
+    result = apply()
+    assert result["failed"] and [p["class"] for p in result["problems"]] == ["unit_overridden"]
+    assert str(path) in result["msg"] and "journalctl -u qwen" in result["msg"]
+
+
+def test_a_drop_in_that_adds_settings_is_fine(apply: Runner, node: Node, tmp_path: Path) -> None:
+    path = tmp_path / "own.conf"
+    path.write_text("[Service]\nExecStartPre=/bin/true\n#ExecStart=x\nNice=5\n")
+    node.drop_ins = str(path)
+    assert apply()["container"] and not apply()["changed"]
+
+
+def test_a_failing_drop_in_is_named_beside_the_log(apply: Runner, node: Node, tmp_path: Path) -> None:
+    path = tmp_path / "own.conf"
+    path.write_text("[Service]\nExecStart=\nExecStart=/bin/false\n")
+    node.drop_ins, node.dies_with = str(path), "something nobody has seen"
+    result = apply()
+    assert [p["class"] for p in result["problems"]] == ["unit_overridden", "start_failed"]
+    assert node.dies_with in result["msg"] and "<vllm_name>" not in result["msg"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"environment": {"VLLM_API_KEY": "hush"}},
+        {"environment": {"HF_TOKEN=hush": "x"}},
+        {"docker_args": ["-e", "A=hush"]},
+        {"docker_args": ["--env A=hush"]},
+    ],
+)
+def test_a_refused_secret_is_in_no_part_of_the_result(apply: Runner, change: dict[str, Any]) -> None:
+    result = apply(**change)
+    assert result["failed"] and "hush" not in json.dumps(result)
 
 
 def test_a_unit_of_somebody_else_is_left_alone(apply: Runner, node: Node) -> None:
