@@ -3,15 +3,17 @@
 """Long work on the node: a transient systemd unit that outlives the connection, and what a module may say about it.
 
 A job is a folder: spec.json (what to do), attempt.json (who watches), worker.zip (the code), progress.json (replaced atomically),
-log, and result.json, which is written last. The unit runs the worker from the zip, because the module's own code is deleted as
-soon as the module returns.
+log, result.json.room (disk space held for the result), and result.json, which is written last. The unit runs the worker from the
+zip, because the module's own code is deleted as soon as the module returns.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -24,14 +26,14 @@ import uuid
 import zipfile
 import zipimport
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, Protocol
 
-from .files import atomic_write, read_json, write_json
+from .files import atomic_write, fsync_dir, read_json, write_json
 from .problems import Problem, describe, problem
 
 PACKAGE = __name__.rpartition(".")[0]
@@ -39,6 +41,10 @@ UNIT_PREFIX = "dgxspark-vllm-job-"
 BLOCK_S = 4.0  # the longest that one module call waits
 RATE_WINDOW_S = 30.0
 TAIL_LINES = 25
+ROOM = "result.json.room"  # disk space that a running job holds, so that a full disk cannot keep it from saying how it ended
+ROOM_BYTES = 64 << 10
+RESULT_MARK = "dgxspark-vllm-job-result: "  # the log line that takes the result's place when it cannot be written
+LITTLE_BYTES = 1 << 20
 
 State = Literal["idle", "running", "done", "failed"]
 Step = Literal["attach", "start", "replace", "restart", "done", "failed", "lost", "stalled", "replaced"]
@@ -66,6 +72,58 @@ def digest(value: Any) -> str:
 def short(text: str) -> str:
     """Ten digits that name something in a file or unit name."""
     return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+# --- reading what a job left --------------------------------------------------------------------------------------------------------
+
+Fits = Callable[[Any], bool]
+
+
+def read_object(path: Path, fields: Mapping[str, Fits]) -> dict[str, Any]:
+    """The object in a JSON file; {} when there is none, or when a field that it has is not of its kind. Fields may be missing."""
+    try:
+        value = read_json(path)
+    except (ValueError, RecursionError):  # a number of thousands of digits, brackets without end
+        return {}
+    return value if fitting(value, fields) else {}
+
+
+def fitting(value: Any, fields: Mapping[str, Fits]) -> bool:
+    """Whether a value is an object whose fields, as far as it has them, are of their kinds."""
+    return isinstance(value, dict) and all(fits(value[name]) for name, fits in fields.items() if name in value)
+
+
+def is_text(value: Any) -> bool:
+    """A string."""
+    return isinstance(value, str)
+
+
+def is_number(value: Any) -> bool:
+    """A finite number; JSON's true is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_text, value))
+
+
+def _is_sample(value: Any) -> bool:
+    return value is None or (isinstance(value, list) and len(value) == 2 and all(map(is_number, value)))
+
+
+def _is_problems(value: Any) -> bool:
+    names = ("class", "evidence", "remedy", "severity")
+    return isinstance(value, list) and all(isinstance(p, dict) and all(is_text(p.get(name)) for name in names) for p in value)
+
+
+ATTEMPT: dict[str, Fits] = {"spec": is_text, "watches": _is_texts, "replaced": _is_texts, "started": is_number}
+PROGRESS: dict[str, Fits] = {
+    **dict.fromkeys(("stage", "unit", "message"), is_text),
+    **dict.fromkeys(("done", "moved"), is_number),
+    "total": lambda value: value is None or is_number(value),
+    "since": _is_sample,
+}
+RESULT: dict[str, Fits] = {"spec": is_text, "state": is_text, "problems": _is_problems, "result": lambda value: isinstance(value, dict)}
 
 
 def decide(*, active: bool, same: bool, outcome: str | None, mine: bool, replaced: bool, stalled: bool) -> Step:
@@ -229,7 +287,61 @@ class Progress:
             temporary.write_text(json.dumps({**self._now, "since": since, "updated": time.time()}))
             temporary.rename(self._path)
         except OSError as error:  # a full disk must not hide the work's own error
-            print(f"progress not written: {error}", flush=True)
+            _say(f"progress not written: {error}")
+
+
+def _say(line: str) -> None:
+    """A line of the log; the log's own disk may be the full one."""
+    with suppress(OSError):
+        print(line, flush=True)
+
+
+def _hold_room(job_folder: Path) -> None:
+    """Take the disk space of the result now. Random bytes: a file system that compresses must hold them, too."""
+    try:
+        descriptor = os.open(job_folder / ROOM, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(os.urandom(ROOM_BYTES))
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        _say(f"no room held for the result: {error}")
+
+
+def _write_result(job_folder: Path, result: dict[str, Any]) -> bool:
+    """result.json, in the room that was held for it, or else as any file; when neither works, a line of the log."""
+    path, room = job_folder / "result.json", job_folder / ROOM
+    raw = json.dumps(result, indent=1, sort_keys=True).encode() + b"\n"
+    if len(raw) <= ROOM_BYTES:
+        with suppress(OSError):
+            with room.open("r+b") as stream:  # over bytes that the file has: no new space is needed
+                stream.write(raw)
+                stream.flush()
+                stream.truncate(len(raw))
+                os.fsync(stream.fileno())
+            room.rename(path)
+            fsync_dir(job_folder)
+            return True
+    try:
+        room.unlink(missing_ok=True)
+        write_json(path, result, mode=0o600)
+    except OSError as error:
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        told = {name: result[name] for name in ("spec", "state", "problems")}
+        told["problems"] = [
+            *told["problems"],
+            problem(
+                "disk_full" if full else "result_not_written",
+                f"{path}: {error.strerror or error}; the work itself ended as '{result['state']}'",
+                _FREE if full else "make the job's folder writable, then run the same command again: it resumes",
+            ),
+        ]
+        _say("\n" + RESULT_MARK + json.dumps(told))
+        return False
+    return True
+
+
+_FREE = "free space on that file system, then run the same command again: it resumes"
 
 
 class Stopped(BaseException):
@@ -249,6 +361,7 @@ def work_on(job_folder: Path, work: Work) -> int:
     began = time.monotonic()
     spec = json.loads((job_folder / "spec.json").read_text())
     result: dict[str, Any] = {"spec": digest(spec), "state": "failed", "problems": []}
+    _hold_room(job_folder)
     try:
         result["result"] = work(spec, Progress(job_folder / "progress.json"))
         result["state"] = "done"
@@ -263,14 +376,14 @@ def work_on(job_folder: Path, work: Work) -> int:
     except MemoryError:
         result["problems"] = [problem("out_of_memory", "the worker ran out of memory", "free memory on the node and run again: it resumes")]
     except Exception as error:
-        traceback.print_exc()
+        _say(traceback.format_exc())
         remedy = "this is a fault of the collection: report it with the job's log"
         result["problems"] = [problem("internal_error", f"{type(error).__name__}: {error}", remedy)]
     for p in result["problems"]:
-        print(f"{p['class']}: {p['evidence']}", flush=True)
+        _say(f"{p['class']}: {p['evidence']}")
     result["seconds"] = round(time.monotonic() - began, 3)
-    write_json(job_folder / "result.json", result, mode=0o600)
-    return 0 if result["state"] == "done" else 1
+    written = _write_result(job_folder, result)
+    return 0 if written and result["state"] == "done" else 1
 
 
 def write_worker_zip(path: Path, entry: str) -> None:
@@ -360,6 +473,17 @@ def log_tail(path: Path, lines: int = TAIL_LINES) -> list[str]:
     return [line for line in map(plain, text.split("\n")) if line.strip()][-lines:]
 
 
+def logged_result(log: Path, spec: str) -> list[Problem]:
+    """The problems of a job that could not write its result, as its log tells; [] when it tells none of this spec."""
+    for line in log_tail(log):
+        if line.startswith(RESULT_MARK):
+            with suppress(ValueError, RecursionError):
+                told = json.loads(line.removeprefix(RESULT_MARK))
+                if fitting(told, RESULT) and told.get("spec") == spec:
+                    return list(told.get("problems", []))
+    return []
+
+
 class Job:
     """One named job of this node: start it, join it, read it."""
 
@@ -385,7 +509,7 @@ class Job:
                 gone = [*attempt.get("replaced", []), *attempt.get("watches", [])] if step == "replace" else []
                 self._start(spec, watch, [w for w in gone if w != watch])
             elif step == "attach" and watch not in attempt.get("watches", []):
-                self._note_attempt({**attempt, "watches": [*attempt["watches"], watch]})
+                self._note_attempt({**attempt, "watches": [*attempt.get("watches", []), watch]})
         while True:
             step, _ = self._step(digest(spec), watch, stall_timeout_s)
             if step != "attach" or time.monotonic() >= until:
@@ -399,8 +523,8 @@ class Job:
 
     def _step(self, wanted: str, watch: str, stall_timeout_s: float) -> tuple[Step, dict[str, Any]]:
         active = self._units.active(self.unit)  # asked first: a result is complete before its unit ends
-        attempt = read_json(self.folder / "attempt.json") or {}
-        result = read_json(self.folder / "result.json") or {}
+        attempt = read_object(self.folder / "attempt.json", ATTEMPT)
+        result = self._result()
         ended = result.get("spec") == attempt.get("spec") and result.get("state") in {"done", "failed"}
         step = decide(
             active=active and not ended,
@@ -413,7 +537,10 @@ class Job:
         return step, attempt
 
     def _progress(self) -> dict[str, Any]:
-        return read_json(self.folder / "progress.json") or {}
+        return read_object(self.folder / "progress.json", PROGRESS)
+
+    def _result(self) -> dict[str, Any]:
+        return read_object(self.folder / "result.json", RESULT)
 
     def _note_attempt(self, attempt: dict[str, Any]) -> None:
         write_json(self.folder / "attempt.json", attempt, mode=0o600)
@@ -436,10 +563,11 @@ class Job:
         self._units.start(self.unit, self._description, argv, log)
 
     def _status(self, step: Step, stall_timeout_s: float) -> Status:
-        progress, tail = self._progress(), log_tail(self.folder / "log")
+        progress = self._progress()
+        tail = [line for line in log_tail(self.folder / "log") if not line.startswith(RESULT_MARK)]
         if step == "attach":
             return Status("running", progress)
-        result = read_json(self.folder / "result.json") or {}
+        result = self._result()
         if step == "done":
             return Status("done", progress, result.get("result") or {})
         stage, log = where(progress), f"log: {self.folder / 'log'}"
@@ -455,10 +583,16 @@ class Job:
                 )
             ]
             wanted = digest(read_json(self.folder / "spec.json"))
+            (self.folder / ROOM).unlink(missing_ok=True)
             write_json(self.folder / "result.json", {"spec": wanted, "state": "failed", "problems": problems}, mode=0o600)
         elif step == "replaced":
             evidence = f"another run started {self.unit} with other settings and stopped the one watched here"
             problems = [problem("job_replaced", evidence, "run one controller at a time for a node, then run this again")]
+        elif said := logged_result(self.folder / "log", str(read_object(self.folder / "attempt.json", ATTEMPT).get("spec"))):
+            problems = said
+        elif (free := shutil.disk_usage(self.folder).free) < LITTLE_BYTES:
+            evidence = f"{self.unit} ended without a result at {stage}; the file system of {self.folder} has {free} bytes free"
+            problems = [problem("disk_full", evidence, _FREE)]
         else:  # lost, or another run changed it between two looks
             problems = [
                 problem(

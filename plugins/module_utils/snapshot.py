@@ -26,8 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
-from .files import fsync_dir, read_json, write_json
-from .jobs import JobFailure, Progress, work_on
+from .files import fsync_dir, write_json
+from .jobs import JobFailure, Progress, is_text, read_object, work_on
 from .problems import Problem, problem
 
 SUMS = "SHA256SUMS"
@@ -35,6 +35,7 @@ WRITE_SUMS = f"write it with: sha256sum * > {SUMS}"
 MANIFEST = ".dgxspark-snapshot.json"
 JOURNAL = ".dgxspark-snapshot.journal.json"
 CHUNK = 4 << 20
+RECEIVE = 1 << 20  # the most that one read of a connection asks for; it returns what is there
 RESERVE_BYTES = 1 << 30  # what stays free on the file system after the snapshot
 RETRY_PAUSES_S = (1, 2, 4, 8, 16, 30)
 SOCKET_TIMEOUT_S = 60
@@ -80,6 +81,8 @@ def unsafe_name(name: str) -> str:
         return "leads out of the folder or into a subfolder"
     if any(ord(c) < 32 or ord(c) == 127 for c in name):
         return "has control characters"
+    if any(0xD800 <= ord(c) <= 0xDFFF for c in name):
+        return "is not valid Unicode text"
     if name in {MANIFEST, JOURNAL} or (name.startswith(".") and name.endswith(".part")):
         return "is a name that this module uses itself"
     return "" if len(name.encode()) <= 200 else "is too long"
@@ -163,11 +166,15 @@ class Interrupted(Exception):
 
 @dataclass
 class Part:
-    """A file's bytes from `start` on (the offset asked for, or 0); total: the file's size, None when not told."""
+    """A file's bytes from `start` on (the offset asked for, or 0); total: the file's size, None when not told.
+
+    end: where this answer ends when it promised less than the rest of the file; None when it goes to the file's end.
+    """
 
     start: int
     total: int | None
     chunks: Iterator[bytes]
+    end: int | None = None
 
 
 class Source(Protocol):
@@ -195,19 +202,18 @@ class FolderSource:
 
     def sums(self) -> bytes:
         """SHA256SUMS, small."""
-        with self._guard(SUMS):
-            if (self._folder / SUMS).stat().st_size > MAX_SUMS_BYTES:
-                raise JobFailure(problem("bad_sums_line", f"{self._folder / SUMS} is over 16 MiB", WRITE_SUMS))
-            return (self._folder / SUMS).read_bytes()
+        with self._guard(SUMS), _open_regular(self._folder / SUMS) as stream:
+            data = stream.read(MAX_SUMS_BYTES + 1)
+        if len(data) > MAX_SUMS_BYTES:
+            raise JobFailure(problem("bad_sums_line", f"{self._folder / SUMS} is over 16 MiB", WRITE_SUMS))
+        return data
 
     def size(self, name: str) -> int | None:
         """By stat."""
         with self._guard(name):
             info = (self._folder / name).stat()
         if not stat.S_ISREG(info.st_mode):
-            raise JobFailure(
-                problem("source_damaged", f"{self._folder / name} is not a regular file", f"write {SUMS} for regular files only")
-            )
+            raise _not_regular(self._folder / name, info.st_mode)
         return info.st_size
 
     def read(self, name: str, offset: int) -> Part:
@@ -217,7 +223,7 @@ class FolderSource:
 
     def _chunks(self, name: str, offset: int, size: int) -> Iterator[bytes]:
         with self._guard(name):
-            stream = (self._folder / name).open("rb", buffering=0)
+            stream = _open_regular(self._folder / name, buffering=0)
         with stream:
             with self._guard(name):
                 stream.seek(offset)
@@ -265,6 +271,22 @@ class _FolderGuard:
         ) from error
 
 
+def _open_regular(path: Path, buffering: int = -1) -> IO[bytes]:
+    """For reading, through links. O_NONBLOCK: opening a FIFO must not wait for its other end; it means nothing for regular files."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise _not_regular(path, mode)
+    return os.fdopen(descriptor, "rb", buffering)
+
+
+def _not_regular(path: Path, mode: int) -> JobFailure:
+    kind = "a folder" if stat.S_ISDIR(mode) else "a FIFO (named pipe)" if stat.S_ISFIFO(mode) else "a device or socket"
+    remedy = f"replace it by the file itself; {WRITE_SUMS}" if path.name == SUMS else f"write {SUMS} for regular files only"
+    return JobFailure(problem("source_damaged", f"{path} is not a regular file but {kind}", remedy))
+
+
 class UrlSource:
     """A folder served over HTTP(S): GET, and Range where the server knows it."""
 
@@ -273,10 +295,15 @@ class UrlSource:
 
     def sums(self) -> bytes:
         """SHA256SUMS, small."""
+        data, length = b"", None
         with self._open(SUMS, "GET") as answer:
-            data: bytes = answer.read(MAX_SUMS_BYTES + 1)
-        if len(data) > MAX_SUMS_BYTES:
-            raise JobFailure(problem("bad_sums_line", f"{self._address(SUMS)} is over 16 MiB", WRITE_SUMS))
+            length = _number(answer.headers.get("Content-Length"))
+            for chunk in self._chunks(answer):
+                data += chunk
+                if len(data) > MAX_SUMS_BYTES:
+                    raise JobFailure(problem("bad_sums_line", f"{self._address(SUMS)} is over 16 MiB", WRITE_SUMS))
+        if length is not None and len(data) < length:
+            raise Interrupted(f"{self._address(SUMS)}: the source ended after {len(data)} of {length} bytes")
         return data
 
     def size(self, name: str) -> int | None:
@@ -299,23 +326,28 @@ class UrlSource:
                 total = _number(refused.content_range.rpartition("/")[2])
                 return Part(offset, offset - 1 if total is None else total, iter(()))
             raise refused.failure() from refused
-        start, length = 0, _number(answer.headers.get("Content-Length"))
         if answer.status == 206:
-            match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", "").strip())
-            if not match or int(match[1]) != offset:
+            match = re.fullmatch(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18}|\*)", answer.headers.get("Content-Range", "").strip())
+            if not match or int(match[1]) != offset or int(match[2]) < offset:
                 answer.close()
                 raise Interrupted(
                     f"{self._address(name)}: answer 206 with Content-Range {answer.headers.get('Content-Range')!r} for offset {offset}"
                 )
-            start = offset
-        return Part(start, None if length is None else start + length, self._chunks(answer))
+            end = int(match[2]) + 1
+            total = end if match[3] == "*" else int(match[3])
+            return Part(offset, total, self._chunks(answer), end if end < total else None)  # a server may give less than asked
+        return Part(0, _number(answer.headers.get("Content-Length")), self._chunks(answer))
 
     @staticmethod
     def _chunks(answer: Any) -> Iterator[bytes]:
         with answer:
             while True:
                 try:
-                    chunk = answer.read(CHUNK)
+                    chunk = answer.read1(RECEIVE)  # what has come, at once: nothing is lost when the connection breaks
+                except http.client.IncompleteRead as error:
+                    if error.partial:
+                        yield error.partial
+                    raise Interrupted("the connection broke off") from error
                 except (OSError, http.client.HTTPException) as error:
                     raise Interrupted(str(error) or type(error).__name__) from error
                 if not chunk:
@@ -351,7 +383,8 @@ class _Refused(Exception):
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text and text.strip().isdigit() else None
+    """A header's count of bytes; None for anything that is not one (also digits of other scripts)."""
+    return int(text) if text and re.fullmatch(r"[0-9]{1,18}", text.strip()) else None
 
 
 def open_source(source: str, patient: bool = True) -> Source:
@@ -413,11 +446,17 @@ class Known:
 def known(dest: Path) -> Known:
     """The manifest, or the journal of an unfinished run; files without either are unverified."""
     for name, complete in ((MANIFEST, True), (JOURNAL, False)):
-        noted = read_json(dest / name)
-        if isinstance(noted, dict) and isinstance(noted.get("files"), dict):
-            files = {k: v for k, v in noted["files"].items() if isinstance(v, dict) and not unsafe_name(k)}
-            return Known(files, str(noted.get("sums_sha256", "")), complete)
+        noted = read_object(dest / name, {"files": lambda v: isinstance(v, dict), "sums_sha256": is_text})
+        if "files" in noted:
+            files = {k: v for k, v in noted["files"].items() if _is_note(v) and not unsafe_name(k)}
+            return Known(files, noted.get("sums_sha256", ""), complete and len(files) == len(noted["files"]))
     return Known({}, "", False)
+
+
+def _is_note(value: Any) -> bool:
+    if not (isinstance(value, dict) and is_text(value.get("sha256")) and HEX64.fullmatch(value["sha256"])):
+        return False
+    return all(type(value.get(name)) is int and value[name] >= 0 for name in ("size", "mtime_ns"))
 
 
 def file_state(dest: Path, name: str, entry: dict[str, Any] | None, want: str, mutable: bool) -> str:
@@ -462,6 +501,20 @@ def stale_parts(dest: Path, wanted: dict[str, str]) -> list[Path]:
     if not dest.is_dir():
         return []
     return sorted(p for p in dest.iterdir() if re.fullmatch(r"\..+\.[0-9a-f]{12}\.part", p.name) and p.name not in keep)
+
+
+def in_the_way(dest: Path, wanted: dict[str, str]) -> list[Problem]:
+    """Folders where files belong: a rename does not replace them, and what they hold is not ours to delete."""
+    names = [n for name, sha256 in wanted.items() for n in (name, part_name(name, sha256))]
+    return [
+        problem(
+            "dest_not_writable",
+            f"{dest / name} is a folder, and a file of that name belongs there",
+            "move that folder away, then run again; or choose another destination (checkpoint_dir)",
+        )
+        for name in names
+        if (dest / name).is_dir() and not (dest / name).is_symlink()
+    ]
 
 
 def _part_size(path: Path) -> int:
@@ -576,32 +629,39 @@ class Fetch:
             self._progress.at(before + part.tell())
         have = resumed = part.tell()
         self._progress.mark()  # reading a part is faster than bringing it
-        tries = 0
+        tries, best, ignores, total = 0, have, False, None  # best: bytes brought by the best try; only more than that is progress
         while True:
             start = have
             try:
                 piece = self._source.read(name, have)
-                too_long = piece.total is not None and have > piece.total
+                too_long, total = piece.total is not None and have > piece.total, piece.total
+                ignores = ignores or (piece.start != have and not too_long)
                 if too_long or piece.start != have:  # longer than the file, or the server ignores Range
                     part.seek(0)
                     part.truncate(0)
                     hasher = hashlib.sha256()
                     have = resumed = start = 0
+                    best = 0 if too_long else best
                 if too_long and piece.start:
                     continue
                 for chunk in piece.chunks:
-                    part.write(chunk)
+                    _write_all(part, chunk)
                     hasher.update(chunk)
                     have += len(chunk)
                     self._progress.at(before + have, message="")
+                if piece.end is not None and start < have == piece.end:  # all that was promised, and there is more
+                    tries, best = 0, max(best, have)
+                    continue
                 if piece.total is not None and have < piece.total:
                     raise Interrupted(f"{name}: the source ended after {have} of {piece.total} bytes")
                 return resumed, hasher.hexdigest()
             except _Refused as refused:
                 raise refused.failure() from refused
             except Interrupted as error:
-                tries = 1 if have > start else tries + 1
+                tries, best = 1 if have > best else tries + 1, max(best, have)
                 if tries > len(self._source.pauses):
+                    if ignores:
+                        raise _without_range(name, best, total, tries) from error
                     raise _unreachable(error, tries) from error
                 pause = self._source.pauses[tries - 1]
                 note = f"{name}: trying again in {pause} s: {error}"
@@ -610,9 +670,23 @@ class Fetch:
                 self._sleep(pause)
 
 
+def _write_all(part: IO[bytes], data: bytes) -> None:
+    """An unbuffered write may take only a part, as on a disk that is nearly full."""
+    left = memoryview(data)
+    while left:
+        left = left[part.write(left) :]
+
+
+def _without_range(name: str, best: int, total: int | None, tries: int) -> JobFailure:
+    of = "an unknown number of" if total is None else str(total)
+    evidence = f"{name}: the server ignores Range and breaks off after {best} of {of} bytes ({tries} tries without a new byte)"
+    remedy = "serve the folder with a web server that knows Range requests (nginx does), or copy it to the node and give that folder"
+    return JobFailure(problem("source_unreachable", evidence, remedy))
+
+
 def _open_part(path: Path) -> IO[bytes]:
-    """For reading and writing, made if absent; a link or folder of that name is not followed but replaced."""
-    if path.is_symlink():
+    """For reading and writing, made if absent; a link or FIFO of that name is not followed but replaced."""
+    if os.path.lexists(path) and not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode):
         path.unlink()
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     return os.fdopen(descriptor, "r+b", buffering=0)
@@ -726,6 +800,8 @@ def _bring(spec: dict[str, Any], progress: Progress, sleep: Callable[[float], No
     if now.settled:
         return {"files": now.good, "resumed_bytes": 0, "before": "", "after": ""}
     dest.mkdir(parents=True, exist_ok=True, mode=0o755)
+    if blocked := in_the_way(dest, now.wanted):
+        raise JobFailure(*blocked)
     book = _Book(spec, dest)
     book.unfinished(now.good)
     still, total = missing_bytes(source, dest, now.wanted, list(now.todo), say)
@@ -745,6 +821,13 @@ def _bring(spec: dict[str, Any], progress: Progress, sleep: Callable[[float], No
     book.finished(now.good)
     before, after = difference(now.todo, [*now.leavers, *(p.name for p in stale)], now.wanted)
     return {"files": now.good, "resumed_bytes": resumed, "before": before, "after": after}
+
+
+def is_report(result: dict[str, Any]) -> bool:
+    """Whether a job's result is one that bring() returns."""
+    files = result.get("files")
+    sane = isinstance(files, dict) and all(map(_is_note, files.values())) and type(result.get("resumed_bytes")) is int
+    return sane and is_text(result.get("before")) and is_text(result.get("after"))
 
 
 def difference(todo: dict[str, str], removed: Sequence[str], wanted: dict[str, str]) -> tuple[str, str]:

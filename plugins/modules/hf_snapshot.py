@@ -143,6 +143,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ..module_utils import snapshot
 from ..module_utils.changes import Changes
 from ..module_utils.jobs import Job, JobFailure, Systemd, new_watch, short
+from ..module_utils.problems import problem
 
 
 def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
@@ -171,6 +172,9 @@ def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
     answer = {**base, "changed": False, "complete": status.state == "done", "job": status.wire(watch)}
     if status.state != "done":
         return {**answer, "bytes": 0, "files": 0, "resumed_bytes": 0}
+    if not snapshot.is_report(status.result):
+        evidence = f"the result of {job.unit} in {job.folder / 'result.json'} is not what this module writes"
+        raise JobFailure(problem("job_result_damaged", evidence, "delete that file, then run the same command again"))
     changes = Changes()
     changes.add(p["dest"], status.result["before"], status.result["after"])
     return {**answer, **changes.result(), **_figures(status.result["files"]), "resumed_bytes": status.result["resumed_bytes"]}
@@ -187,7 +191,7 @@ def _survey(p: dict[str, Any], dest: Path, pin: str) -> tuple[dict[str, str], di
     todo = snapshot.plan(dest, wanted, p["mutable"], pin)
     doubtful = {name for name, state in todo.items() if state in {"unverified", "changed"}}
     still, size = snapshot.missing_bytes(source, dest, wanted, [n for n in todo if n not in doubtful], lambda _note: None)
-    if found := snapshot.check_space(dest, still, wanted):
+    if found := [*snapshot.in_the_way(dest, wanted), *snapshot.check_space(dest, still, wanted)]:
         raise JobFailure(*found)
     return wanted, todo, size, still
 

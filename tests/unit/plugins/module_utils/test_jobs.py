@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -288,6 +291,131 @@ def test_half_written_state_is_not_trusted(job: Job, units: LocalUnits) -> None:
     for name in ("attempt.json", "result.json", "progress.json"):
         (job.folder / name).write_text('{"spec": "')
     assert wait(job, {"name": "a"}, "w1").state == "done"
+
+
+ODD = ["[]", "5", '"x"', "null", "true", "9" * 5000, "[" * 100_000]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *[(name, text) for name in ("attempt.json", "result.json", "progress.json") for text in ODD],
+        ("attempt.json", '{"spec": 5, "watches": "w1", "replaced": 7, "started": "x"}'),
+        ("attempt.json", '{"spec": "SPEC", "watches": [["w1"]]}'),
+        ("attempt.json", '{"spec": "SPEC", "started": null}'),
+        ("attempt.json", '{"spec": "SPEC"}'),
+        ("result.json", '{"spec": "SPEC", "state": ["done"]}'),
+        ("result.json", '{"spec": "SPEC", "state": {"done": 1}}'),
+        ("result.json", '{"spec": "SPEC", "state": "failed", "problems": ["x"]}'),
+        ("result.json", '{"spec": "SPEC", "state": "failed", "problems": [{"class": "x"}]}'),
+        ("result.json", '{"spec": "SPEC", "state": "done", "result": [1]}'),
+        ("progress.json", '{"since": 5}'),
+        ("progress.json", '{"since": ["a", "b"], "done": 5, "unit": "B"}'),
+        ("progress.json", '{"done": "many", "total": [], "moved": null}'),
+        ("progress.json", '{"moved": NaN, "done": Infinity}'),
+    ],
+)
+def test_json_of_another_shape_is_no_state(tmp_path: Path, units: LocalUnits, name: str, text: str) -> None:
+    """Neither before the first start nor in the middle of a watch."""
+    spec = {"name": "a"}
+    job = Job(tmp_path, "probe-1", "probe", "a test", units)
+    job.folder.mkdir(parents=True)
+    (job.folder / "attempt.json").write_text(json.dumps({"spec": digest(spec), "watches": ["w1"], "started": 0}))
+    (job.folder / name).write_text(text.replace("SPEC", digest(spec)))
+    assert isinstance(job.following(spec, "w1"), bool)
+    for step in ("attach", "failed", "replaced", "lost"):
+        status = job._status(step, 60)
+        assert rate_and_eta(status.progress, 10) == (None, None) and all(p["remedy"] for p in status.problems)
+    assert not stalled(job._progress(), 0, 1, 60)
+
+
+def run_worker(folder: Path, work: Any) -> int:
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        return jobs.work_on(folder, work)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def full_disk(*_args: Any, **_named: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def at_work(tmp_path: Path, units: LocalUnits) -> Job:
+    """A job's folder as its worker finds it."""
+    job = Job(tmp_path, "probe-1", "probe", "a test", units)
+    job.folder.mkdir(parents=True)
+    (job.folder / "spec.json").write_text('{"name": "a"}')
+    (job.folder / "attempt.json").write_text(json.dumps({"spec": digest({"name": "a"}), "watches": ["w1"], "started": 0}))
+    return job
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_full_disk_leaves_room_for_the_result(at_work: Job, monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    def work(_spec: Any, _progress: Any) -> dict[str, Any]:
+        assert (at_work.folder / jobs.ROOM).stat().st_blocks * 512 >= jobs.ROOM_BYTES
+        monkeypatch.setattr(jobs, "write_json", full_disk)  # from here on no file can be made
+        if fails:
+            raise JobFailure(problem("source_damaged", "x", "y"))
+        return {"made": "a"}
+
+    assert run_worker(at_work.folder, work) == int(fails)
+    status = at_work.follow({"name": "a"}, "w1", 0)
+    assert (status.result, [p["class"] for p in status.problems]) == (({}, ["source_damaged"]) if fails else ({"made": "a"}, []))
+    assert (at_work.folder / "result.json").stat().st_mode & 0o777 == 0o600 and not (at_work.folder / jobs.ROOM).exists()
+
+
+def test_a_result_larger_than_its_room(at_work: Job) -> None:
+    assert run_worker(at_work.folder, lambda _spec, _progress: {"made": "x" * 100_000}) == 0
+    assert at_work.follow({"name": "a"}, "w1", 0).result == {"made": "x" * 100_000}
+    assert not (at_work.folder / jobs.ROOM).exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "fails", "classes"),
+    [
+        (errno.ENOSPC, True, ["source_damaged", "disk_full"]),
+        (errno.EDQUOT, False, ["disk_full"]),
+        (errno.EROFS, False, ["result_not_written"]),
+    ],
+)
+def test_a_result_that_cannot_be_written_is_in_the_log(
+    at_work: Job, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, fails: bool, classes: list[str]
+) -> None:
+    def work(_spec: Any, _progress: Any) -> dict[str, Any]:
+        if fails:
+            raise JobFailure(problem("source_damaged", "x", "y"))
+        return {"made": "a"}
+
+    def broken(*_args: Any, **_named: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(jobs, "_hold_room", lambda _folder: None)
+    monkeypatch.setattr(jobs, "write_json", broken)
+    assert run_worker(at_work.folder, work) == 1
+    (at_work.folder / "log").write_text("half a line" + capsys.readouterr().out)
+    status = at_work.follow({"name": "a"}, "w1", 0)
+    assert [p["class"] for p in status.problems] == classes and "half a line" in status.log_tail[0]
+    assert not any(jobs.RESULT_MARK in line for line in status.log_tail)
+    assert jobs.logged_result(at_work.folder / "log", "another spec") == []
+
+
+@pytest.mark.parametrize("text", ["", "5", "{", "[]", '{"spec": "S", "problems": "x"}', "[" * 60_000])
+def test_a_damaged_mark_says_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "log").write_text(jobs.RESULT_MARK + text + "\n")
+    assert jobs.logged_result(tmp_path / "log", "S") == []
+
+
+def test_a_log_on_a_full_disk_does_not_hide_the_result(at_work: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.print", full_disk)
+    assert run_worker(at_work.folder, lambda _spec, _progress: {}["bug"]) == 1
+    assert at_work.follow({"name": "a"}, "w1", 0).problems[0]["class"] == "internal_error"
+
+
+def test_lost_on_a_full_disk_is_told_as_that(at_work: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "LITTLE_BYTES", 1 << 62)
+    assert at_work.follow({"name": "a"}, "w1", 0).problems[0]["class"] == "disk_full"
 
 
 def test_old_result_of_another_spec_is_not_taken_for_this_one(job: Job, units: LocalUnits) -> None:

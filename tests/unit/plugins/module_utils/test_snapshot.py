@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
+import http.client
 import http.server
 import json
 import os
@@ -13,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from ansible_collections.dgxspark.vllm.plugins.module_utils import snapshot
@@ -118,6 +120,7 @@ def test_sums(text: str, expected: dict[str, str]) -> None:
         (f"{H}  .", "unsafe_name"),
         (f"{H}  a\x00b", "unsafe_name"),
         (f"{H}  a\x1bb", "unsafe_name"),
+        (f"{H}  a\ud800b", "unsafe_name"),
         (f"{H}  {MANIFEST}", "unsafe_name"),
         (f"{H}  {JOURNAL}", "unsafe_name"),
         (f"{H}  .a.0123456789ab.part", "unsafe_name"),
@@ -230,6 +233,40 @@ def test_file_states(tmp_path: Path) -> None:
 def test_a_broken_manifest_is_no_manifest(tmp_path: Path, text: str) -> None:
     (tmp_path / MANIFEST).write_text(text)
     assert complete(tmp_path, H, []) is None and snapshot.known(tmp_path).files == {}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        None,
+        [],
+        {},
+        {"sha256": 5},
+        {"sha256": "xyz"},
+        {"size": "8"},
+        {"size": True},
+        {"size": -1},
+        {"size": 1.5},
+        {"mtime_ns": None},
+        {"mtime_ns": "1"},
+    ],
+)
+def test_a_manifest_with_a_bad_entry_is_not_complete(source: tuple[Path, str], bring: Bring, entry: Any) -> None:
+    bring(*source)
+    manifest = json.loads((bring.dest / MANIFEST).read_text())
+    for name, bad in (("config.json", {**manifest["files"]["config.json"], **entry} if entry else entry), ("\ud800", entry)):
+        noted = {**manifest, "files": {**manifest["files"], name: bad}}
+        (bring.dest / MANIFEST).write_text(json.dumps(noted))
+        assert complete(bring.dest, source[1], []) is None
+        assert bring(*source)["files"].keys() == FILES.keys() and complete(bring.dest, source[1], []) is not None
+
+
+@pytest.mark.parametrize("pin", [None, 5, [H], {"a": 1}])
+def test_a_manifest_with_a_pin_of_another_kind(source: tuple[Path, str], bring: Bring, pin: Any) -> None:
+    bring(*source)
+    manifest = json.loads((bring.dest / MANIFEST).read_text())
+    (bring.dest / MANIFEST).write_text(json.dumps({**manifest, "sums_sha256": pin}))
+    assert complete(bring.dest, source[1], []) is None
 
 
 @pytest.mark.parametrize(
@@ -384,6 +421,36 @@ def test_a_part_that_is_a_link_is_not_written_through(source: tuple[Path, str], 
     assert not any((bring.dest / n).is_symlink() for n in FILES)
 
 
+def test_a_part_that_is_a_fifo_is_not_waited_for(source: tuple[Path, str], bring: Bring) -> None:
+    bring.dest.mkdir(parents=True)
+    os.mkfifo(bring.dest / part_name(MODEL, sha(FILES[MODEL])))
+    bring(*source)
+    assert (bring.dest / MODEL).read_bytes() == FILES[MODEL]
+
+
+def test_folders_in_the_way_are_all_named(source: tuple[Path, str], bring: Bring) -> None:
+    names = ["config.json", MODEL, part_name(INDEX, sha(FILES[INDEX]))]
+    for name in names:
+        (bring.dest / name / "inner").mkdir(parents=True)
+    with pytest.raises(JobFailure) as caught:
+        bring(*source)
+    assert {p["class"] for p in caught.value.problems} == {"dest_not_writable"}
+    assert {p["evidence"].split(" is a folder")[0] for p in caught.value.problems} == {str(bring.dest / n) for n in names}
+
+
+def test_a_write_that_takes_only_a_part_is_completed(tmp_path: Path) -> None:
+    class Short:
+        data = b""
+
+        def write(self, piece: bytes) -> int:
+            self.data += bytes(piece[:3])
+            return min(3, len(piece))
+
+    part: Any = Short()
+    snapshot._write_all(part, b"0123456789")
+    assert part.data == b"0123456789"
+
+
 def test_links_of_the_source_become_files(source: tuple[Path, str], bring: Bring) -> None:
     """A hub cache: snapshots/<commit>/file -> ../../blobs/<hash>."""
     folder, pin = source
@@ -481,6 +548,11 @@ def test_a_broken_change_of_revision_is_complete_for_no_one(source: tuple[Path, 
         (lambda f: ((f / "config.json").unlink(), (f / "config.json").symlink_to("../blobs/gone")), "source_incomplete"),
         (lambda f: (f / "config.json").write_text("other"), "source_damaged"),
         (lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()), "source_damaged"),
+        (lambda f: ((f / "SHA256SUMS").unlink(), (f / "SHA256SUMS").mkdir()), "source_damaged"),
+        (lambda f: ((f / "SHA256SUMS").unlink(), os.mkfifo(f / "SHA256SUMS")), "source_damaged"),
+        (lambda f: (os.mkfifo(f / "p"), (f / "SHA256SUMS").unlink(), (f / "SHA256SUMS").symlink_to("p")), "source_damaged"),
+        (lambda f: ((f / "SHA256SUMS").unlink(), (f / "SHA256SUMS").symlink_to("/dev/zero")), "source_damaged"),
+        (lambda f: ((f / "config.json").unlink(), os.mkfifo(f / "config.json")), "source_damaged"),
         (lambda f: f.rename(f.with_name("unmounted")), "source_vanished"),
     ],
 )
@@ -567,12 +639,18 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.end_headers()
             return None
         self.send_response(206 if start else 200)
+        whole = len(data)
         if start:
-            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+            data = data[: start + faults.get("at_most", whole)]
+            self.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{faults.get('total', whole)}")
         if "no_length" not in faults:
-            self.send_header("Content-Length", str(len(data) - start))
+            self.send_header("Content-Length", faults.get("length", str(len(data) - start)))
         self.end_headers()
-        if body:
+        if body and "slow" in faults:
+            for at in range(start, len(data), 100_000):
+                self.wfile.write(data[at : at + 100_000])
+                time.sleep(0.05)
+        elif body:
             cut = faults.get("cut")
             self.wfile.write(data[start : start + cut] if cut and name.startswith("model-") else data[start:])
         return None
@@ -624,6 +702,82 @@ def test_a_connection_that_breaks_off_is_taken_up(source: tuple[Path, str], serv
     spans = [span for command, name, span in server.asked if command == "GET" and name == MODEL]
     assert spans == [None, "bytes=90000-", "bytes=180000-", "bytes=270000-"]
     assert bring.pauses == [1, 1, 1]  # each try brought something
+
+
+@pytest.mark.parametrize(("part", "cut"), [(0, 90_000), (50_000, 90_000), (200_000, 90_000), (0, 299_999)])
+def test_no_range_and_always_cut_ends(source: tuple[Path, str], server: Server, bring: Bring, part: int, cut: int) -> None:
+    server.faults = {"cut": cut, "no_range": True}
+    bring.dest.mkdir(parents=True)
+    (bring.dest / part_name(MODEL, sha(FILES[MODEL]))).write_bytes(FILES[MODEL][:part])
+    found = bring.failure(server.url, source[1])
+    assert found["class"] == "source_unreachable"
+    assert f"the server ignores Range and breaks off after {max(part, cut)} of 300000 bytes" in found["evidence"]
+    assert bring.pauses == list(snapshot.RETRY_PAUSES_S)
+
+
+def test_no_range_and_cut_once_is_brought(source: tuple[Path, str], server: Server, bring: Bring) -> None:
+    server.faults = {"cut": 90_000, "no_range": True}
+
+    class Mending(list[float]):
+        def append(self, seconds: float) -> None:
+            super().append(seconds)
+            server.faults = {"no_range": True}
+
+    bring.pauses = Mending()
+    bring(server.url, source[1])
+    assert (bring.dest / MODEL).read_bytes() == FILES[MODEL] and bring.pauses == [1]
+
+
+@pytest.mark.parametrize("total", [300_000, "*"])
+@pytest.mark.parametrize("at_most", [1, 70_000, 99_999, 100_000])
+def test_an_answer_with_less_than_asked_is_continued(
+    source: tuple[Path, str], server: Server, bring: Bring, at_most: int, total: Any
+) -> None:
+    have = 299_990 if at_most == 1 else 200_000
+    server.faults = {"at_most": at_most, "total": total}
+    bring.dest.mkdir(parents=True)
+    (bring.dest / part_name(MODEL, sha(FILES[MODEL]))).write_bytes(FILES[MODEL][:have])
+    result = bring(server.url, source[1])
+    assert (bring.dest / MODEL).read_bytes() == FILES[MODEL] and bring.pauses == []
+    if total != "*":
+        assert result["resumed_bytes"] == have
+
+
+@pytest.mark.parametrize("length", ["\xb2", "-5", "", "3e5", "9" * 5000, "0x10"])
+def test_a_length_that_is_no_number_is_not_told(server: Server, source: tuple[Path, str], bring: Bring, length: str) -> None:
+    server.faults = {"length": length}
+    bring(server.url, source[1])
+    assert (bring.dest / MODEL).read_bytes() == FILES[MODEL]
+
+
+def test_a_slow_answer_comes_piece_by_piece(source: tuple[Path, str], server: Server) -> None:
+    server.faults = {"slow": True}
+    pieces = list(snapshot.open_source(server.url).read(MODEL, 0).chunks)
+    assert len(pieces) >= 3 and b"".join(pieces) == FILES[MODEL]
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(), http.client.IncompleteRead(b"tail"), http.client.IncompleteRead(b"")])
+def test_what_came_before_a_break_is_kept(error: Exception) -> None:
+    class Answer(contextlib.nullcontext[None]):
+        pieces: ClassVar[list[Any]] = [b"one", b"two", error]
+
+        def read1(self, _most: int) -> Any:
+            piece = self.pieces.pop(0)
+            if isinstance(piece, Exception):
+                raise piece
+            return piece
+
+    got = []
+    with pytest.raises(snapshot.Interrupted):
+        for chunk in snapshot.UrlSource._chunks(Answer()):
+            got.append(chunk)  # the error comes after the chunks
+    assert b"".join(got) == b"onetwo" + getattr(error, "partial", b"")
+
+
+def test_a_cut_list_is_asked_for_again(source: tuple[Path, str], server: Server) -> None:
+    server.faults = {"length": "5000"}
+    with pytest.raises(snapshot.Interrupted, match="of 5000 bytes"):
+        snapshot.open_source(server.url).sums()
 
 
 def test_a_server_that_recovers(source: tuple[Path, str], server: Server, bring: Bring) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible_collections.dgxspark.vllm.plugins.module_utils.jobs import Status
 from ansible_collections.dgxspark.vllm.plugins.modules import hf_snapshot
 from local_units import LocalUnits
 
@@ -151,6 +152,20 @@ def test_a_second_run_joins_the_first(
         time.sleep(0.05)
         second = run_module(hf_snapshot.main, {**args, "watch": second["job"]["watch"]})
     assert second["complete"] and len(units.started) == 1
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_folder_in_the_way_is_named(look: Look, tmp_path: Path, check: bool, units: LocalUnits) -> None:
+    (tmp_path / "dest" / "config.json").mkdir(parents=True)
+    found = look(check=check)["problems"][0]
+    assert found["class"] == "dest_not_writable" and f"{tmp_path / 'dest' / 'config.json'} is a folder" in found["evidence"]
+    assert units.started == []
+
+
+@pytest.mark.parametrize("result", [{}, {"files": [], "before": "", "after": "", "resumed_bytes": 0}, {"files": {"a": {}}}])
+def test_a_result_of_another_shape(look: Look, monkeypatch: pytest.MonkeyPatch, result: dict[str, Any]) -> None:
+    monkeypatch.setattr(hf_snapshot.Job, "follow", lambda *_args: Status("done", {}, result))
+    assert look()["problems"][0]["class"] == "job_result_damaged"
 
 
 def test_a_destination_that_is_a_file(look: Look, tmp_path: Path) -> None:
