@@ -492,6 +492,11 @@ class Job:
         self.unit = f"{UNIT_PREFIX}{name}.service"
         self._entry, self._description, self._units = entry, description, units
 
+    def damaged_result(self) -> JobFailure:
+        """The failure of a job that is done, with a result that its worker did not write like this."""
+        evidence = f"the result of {self.unit} in {self.folder / 'result.json'} is not what its worker writes"
+        return JobFailure(problem("job_result_damaged", evidence, "delete that file, then run the same command again"))
+
     def following(self, spec: dict[str, Any], watch: str) -> bool:
         """Whether this watch has to do with a running or just ended attempt, so that there is nothing to decide first."""
         return self._step(digest(spec), watch, 0)[0] in {"attach", "done", "failed", "lost", "stalled", "replaced"}

@@ -94,16 +94,6 @@ class UnitSettings:
     limits: RestartLimits = RestartLimits(10, 3, 6720)
 
 
-def limit_trips(restart_s: float, burst: int, interval_s: float, worst_crash_s: float) -> bool:
-    """Whether systemd's start limit ever stops a service that takes `worst_crash_s` to die each time.
-
-    `burst` starts must fall into the interval: a model that dies after 13 minutes of loading, three tries in five minutes, loops for ever.
-    """
-    if burst < 1 or interval_s <= 0:
-        return False
-    return (restart_s + worst_crash_s) * burst < interval_s
-
-
 def restart_limits(worst_crash_s: int, restart_s: int = RESTART_S, burst: int = BURST) -> RestartLimits:
     """Limits that stop a crash loop: every crashed vLLM may leave unified memory behind, and it exits 0 when it fails.
 

@@ -20,8 +20,6 @@ _POSITION = re.compile(r"[0-9]{1,2}")
 _MAX_POSITIONS = 64
 # Beyond this a count is nonsense, and sums might become infinite.
 _MAX_COUNT = 1e18
-# vLLM's own periodic log line; it is absent with --disable-log-stats.
-_LOG_LINE = re.compile(r"SpecDecoding metrics:.*?Accepted: (?P<accepted>\d+) tokens, Drafted: (?P<drafted>\d+) tokens", re.I)
 
 
 class SpecDecode(TypedDict):
@@ -116,15 +114,6 @@ def spec_decode(before: Counters | None, after: Counters | None) -> SpecDecode:
         per_position=per_position,
         acceptance=acceptance,
     )
-
-
-def spec_decode_of_log(text: str) -> SpecDecode:
-    """The same from vLLM's `SpecDecoding metrics` log lines, summed; they do not tell the number of drafts."""
-    found = [(int(m["accepted"]), int(m["drafted"])) for m in _LOG_LINE.finditer(text)]
-    accepted, drafted = sum(a for a, _ in found), sum(d for _, d in found)
-    state: SpecState = "unknown" if not drafted else "active" if accepted else "dead_draft"
-    acceptance = round(accepted / drafted, 4) if drafted else None
-    return SpecDecode(state=state, drafts=0, drafted=drafted, accepted=accepted, per_position=[], acceptance=acceptance)
 
 
 def wedged(before: Counters, after: Counters) -> bool:

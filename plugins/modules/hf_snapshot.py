@@ -143,7 +143,6 @@ from ansible.module_utils.basic import AnsibleModule
 from ..module_utils import snapshot
 from ..module_utils.changes import Changes
 from ..module_utils.jobs import Job, JobFailure, Systemd, new_watch, short
-from ..module_utils.problems import problem
 
 
 def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
@@ -173,8 +172,7 @@ def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
     if status.state != "done":
         return {**answer, "bytes": 0, "files": 0, "resumed_bytes": 0}
     if not snapshot.is_report(status.result):
-        evidence = f"the result of {job.unit} in {job.folder / 'result.json'} is not what this module writes"
-        raise JobFailure(problem("job_result_damaged", evidence, "delete that file, then run the same command again"))
+        raise job.damaged_result()
     changes = Changes()
     changes.add(p["dest"], status.result["before"], status.result["after"])
     return {**answer, **changes.result(), **_figures(status.result["files"]), "resumed_bytes": status.result["resumed_bytes"]}

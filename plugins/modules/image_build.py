@@ -172,6 +172,8 @@ def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
     answer = {**base, "changed": False, "job": status.wire(watch), "image_id": "", "built": False}
     if status.state != "done":
         return answer
+    if not all(isinstance(status.result.get(key), str) for key in ("before", "after", "image_id")):
+        raise job.damaged_result()
     changes = Changes()
     changes.add(_header(p), status.result["before"], status.result["after"])
     return {**answer, **changes.result(), "image_id": status.result["image_id"], "built": True}

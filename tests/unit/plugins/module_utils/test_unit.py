@@ -21,7 +21,6 @@ from ansible_collections.dgxspark.vllm.plugins.module_utils.unit import (
     environment_digest,
     environment_summary,
     image_of_manifest,
-    limit_trips,
     restart_limits,
     settings_problems,
     size_bytes,
@@ -61,6 +60,16 @@ def sections(text: str) -> dict[str, dict[str, list[str]]]:
 def exec_words(value: str) -> list[str]:
     """The words that systemd would pass on: shell-like quotes, then %% and $$."""
     return [word.replace("%%", "%").replace("$$", "$") for word in shlex.split(value)]
+
+
+def limit_trips(restart_s: float, burst: int, interval_s: float, worst_crash_s: float) -> bool:
+    """Whether systemd's start limit ever stops a service that takes `worst_crash_s` to die each time.
+
+    `burst` starts must fall into the interval: a model that dies after 13 minutes of loading, three tries in five minutes, loops for ever.
+    """
+    if burst < 1 or interval_s <= 0:
+        return False
+    return (restart_s + worst_crash_s) * burst < interval_s
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from ansible_collections.dgxspark.vllm.plugins.module_utils.vllm_metrics import 
     counters,
     samples,
     spec_decode,
-    spec_decode_of_log,
     wedged,
 )
 from prometheus_client.parser import text_string_to_metric_families
@@ -116,25 +115,6 @@ def test_sums_stay_finite() -> None:
 def test_a_scrape_that_failed_is_no_zero(before: Counters | None, after: Counters | None) -> None:
     spec = spec_decode(before, after)
     assert spec == {"state": "unknown", "drafts": 0, "drafted": 0, "accepted": 0, "per_position": [], "acceptance": None}
-
-
-@pytest.mark.parametrize(
-    ("log", "state", "drafted", "accepted"),
-    [
-        (
-            "SpecDecoding metrics: Mean acceptance length: 1.00, Accepted throughput: 0.0 tokens/s, Accepted: 0 tokens, Drafted: 40 tokens,"
-            " Per-position acceptance rate: 0.000, Avg Draft acceptance rate: 0.0%",
-            "dead_draft",
-            40,
-            0,
-        ),
-        ((FIXTURES / "startup-0.32.log").read_text(), "active", 250, 1),
-        ("Avg prompt throughput: 4.8 tokens/s", "unknown", 0, 0),
-    ],
-)
-def test_the_log_tells_it_too(log: str, state: str, drafted: int, accepted: int) -> None:
-    spec = spec_decode_of_log(log)
-    assert (spec["state"], spec["drafted"], spec["accepted"]) == (state, drafted, accepted)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.dgxspark.vllm.plugins.module_utils import image_build as core
+from ansible_collections.dgxspark.vllm.plugins.module_utils.jobs import Status
 from ansible_collections.dgxspark.vllm.plugins.modules import image_build
 from fake_docker import FakeDocker
 from local_units import LocalUnits
@@ -162,3 +163,9 @@ def test_no_docker_on_the_node(look: Look, monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("PATH", str(tmp_path / "wheels"))
     assert look(reference="a")["problems"][0]["class"] == "docker_missing"
     assert look()["problems"][0]["class"] == "docker_missing"
+
+
+@pytest.mark.parametrize("result", [{}, {"before": "", "after": ""}, {"before": "", "after": "", "image_id": 5}])
+def test_a_result_of_another_shape(look: Look, monkeypatch: pytest.MonkeyPatch, result: dict[str, Any]) -> None:
+    monkeypatch.setattr(image_build.Job, "follow", lambda *_args: Status("done", {}, result))
+    assert look()["problems"][0]["class"] == "job_result_damaged"
