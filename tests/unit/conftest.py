@@ -12,6 +12,7 @@ import pytest
 from ansible.module_utils import _internal
 from ansible.module_utils.common import warnings
 from ansible.module_utils.testing import patch_module_args
+from hub import hub  # noqa: F401 -- a fixture
 
 ModuleRunner = Callable[..., dict[str, Any]]
 

@@ -9,7 +9,8 @@ The architecture is that of Qwen3.5-122B-A10B in small: three linear-attention l
 and a shared expert, a vision tower of one block, a multi-token-prediction (MTP) layer. As in the published INT4 checkpoint, the MTP tensors
 lie in model_extra_tensors.safetensors, and the index here does not list them. 10 MB in BF16; what it says makes no sense.
 
-SHA256SUMS lists every file; its own SHA-256, which is printed, is the revision that a recipe pins.
+SHA256SUMS lists every file; its own SHA-256, which is printed, pins them where the folder itself is the source. The rehearsal's hub offers
+it as a repository, whose commit is what the recipe pins.
 """
 
 from __future__ import annotations

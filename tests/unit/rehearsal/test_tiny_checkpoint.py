@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from hub import commit_of
 from safetensors import safe_open
 
 RECIPE = Path(__file__).resolve().parents[3] / "recipes/rehearsal-tiny.yml"
@@ -26,8 +27,12 @@ def checkpoint(script: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest
 
 
 def test_is_the_one_that_the_recipe_pins(checkpoint: Path) -> None:
-    digest = hashlib.sha256((checkpoint / "SHA256SUMS").read_bytes()).hexdigest()
-    assert digest == yaml.safe_load(RECIPE.read_text())["checkpoint"]["revision"]
+    assert commit_of(checkpoint) == yaml.safe_load(RECIPE.read_text())["checkpoint"]["revision"]
+
+
+def test_the_folder_is_a_source_of_its_own(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = dict(reversed(line.split("  ")) for line in (checkpoint / "SHA256SUMS").read_text().splitlines())
+    assert listed == {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in checkpoint.iterdir() if p.name != "SHA256SUMS"}
 
 
 def test_safetensors_reads_it_and_the_index_does_not_list_the_mtp_layer(checkpoint: Path) -> None:
