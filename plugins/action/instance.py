@@ -7,15 +7,16 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleError
 from ansible.plugins.action import ActionBase
 
+from ..module_utils.hybrid import ONLINE_ENGINE_ARGS
 from ..module_utils.problems import Problem, describe, errors, problem
-from ..module_utils.recipes import OVERRIDES, RecipeError, did_you_mean, find_recipes, load_recipe
+from ..module_utils.recipes import OVERRIDES, RecipeError, deep_merge, did_you_mean, find_recipes, load_recipe
 from ..module_utils.unit import docker_args_problems
 from ..module_utils.vllm_argv import check_environment, engine_argv, plain, show
 from ..plugin_utils.role_variables import COLLECTION, RoleSpec, check_value, role_specs, set_by_user, unknown_variables
@@ -100,12 +101,33 @@ def check_support(recipe_name: str, recipe: Mapping[str, Any]) -> list[Problem]:
     return found
 
 
+def short_revision(revision: str) -> str:
+    """A revision as part of a folder's name."""
+    return revision.replace("/", "-")[:12]
+
+
+def peer_of(host: str, groups: Mapping[str, Sequence[str]], recipes: Mapping[str, Any]) -> str:
+    """The host that a host takes its checkpoint from: the first of its cluster, if both serve the same recipe; '' for none.
+
+    groups: hosts by group, in the inventory's order; a host's cluster is its smallest group that holds nothing but vllm_instances.
+    recipes: the name of each host's recipe.
+    """
+    instances = set(groups.get("vllm_instances", ()))
+    clusters = [hosts for hosts in groups.values() if host in hosts and instances.issuperset(hosts)]
+    head = min(clusters, key=len, default=[host])[0]
+    return head if head != host and recipes.get(head) == recipes.get(host) else ""
+
+
 def build_instance(recipe_name: str, recipe: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """The resolved instance. settings: as for check_settings."""
     arguments = {name: value for name, value in recipe["engine_args"].items() if name != "port"}
     port = settings["port"] or recipe["engine_args"].get("port", DEFAULT_PORT)
     checkpoint = recipe["checkpoint"]
-    below = f"{checkpoint['repo'].replace('/', '--')}/{checkpoint['revision'][:12]}"
+    if checkpoint["hybrid"] == "online":
+        arguments = deep_merge(ONLINE_ENGINE_ARGS, arguments)
+    snapshot = f"{settings['state_dir']}/checkpoints/{checkpoint['repo'].replace('/', '--')}/{short_revision(checkpoint['revision'])}"
+    made = checkpoint["hybrid"] in ("materialize", "overlay")
+    served = f"{snapshot}-{checkpoint['hybrid']}-{short_revision(checkpoint['donor_revision'])}" if made else snapshot
     return {
         "name": settings["name"],
         "recipe_name": recipe_name,
@@ -114,7 +136,8 @@ def build_instance(recipe_name: str, recipe: dict[str, Any], settings: Mapping[s
         "environment": recipe["environment"],
         "host": settings["host"],
         "port": port,
-        "checkpoint_dir": settings["checkpoint_dir"] or f"{settings['state_dir']}/checkpoints/{below}",
+        "checkpoint_dir": settings["checkpoint_dir"] or served,
+        "snapshot_dir": snapshot if made else settings["checkpoint_dir"] or snapshot,
         "image_manifest": settings["image_manifest"] or f"{settings['state_dir']}/images/{recipe['image']['profile']}.json",
     }
 
@@ -202,7 +225,15 @@ class ActionModule(ActionBase):
             host = self._variables.get("inventory_hostname", "this host")
             headline = f"{len(self._problems)} problem(s) in the settings of {host}; nothing was changed:"
             return {**result, "failed": True, "msg": describe(self._problems, headline), "problems": self._problems}
-        return {**result, "changed": False, **(instance or {})}
+        return {**result, "changed": False, **(instance or {}), "peer": self._peer()}
+
+    def _peer(self) -> str:
+        """From the inventory alone, which also holds the hosts that a limit leaves out."""
+        host, hostvars = self._variables.get("inventory_hostname", ""), self._variables.get("hostvars") or {}
+        groups = self._variables.get("groups") or {}
+        names = groups.get("vllm_instances", ())
+        recipes = {name: hostvars[name].get("vllm_recipe") for name in names if name in hostvars}
+        return peer_of(host, groups, recipes)
 
     def _is_role(self, role: str, specs: Mapping[str, RoleSpec]) -> bool:
         if role not in specs:

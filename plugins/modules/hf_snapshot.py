@@ -10,52 +10,142 @@ module: hf_snapshot
 short_description: Have a pinned snapshot of a model repository on this node
 version_added: 0.1.0
 description:
-  - Brings the files of one revision to a folder, from another folder of the node or from a web server. The transfer runs on the node as a
-    transient systemd unit, so that it goes on when the connection is lost; running the task again joins it or takes it up where it ended.
-  - The source holds a file C(SHA256SUMS) in the format of C(sha256sum). Its own SHA-256 is the pin. Every file is compared with it.
-  - The snapshot is complete when C(.dgxspark-snapshot.json) in O(dest) says so, which is written last, and every file has the size and time
-    noted there. A file that is missing or differs is brought again, and only that one.
+  - Brings the files of one revision to a folder; from the model hub, from a cache of the hub's own tools, from another folder of the
+    node, from a web server, or from another node that has the snapshot. The transfer runs on the node as a transient systemd unit, so
+    that it goes on when the connection is lost; running the task again joins it or takes it up where it ended.
+  - Every file is compared with a digest that the pin vouches for, while it is written. A file that does not fit is fetched once more,
+    and is an error then. A transfer that was killed, in whatever way, goes on in the middle of the file that it was at.
+  - The snapshot is complete when C(.dgxspark-snapshot.json) in O(dest) says so, which is written last, and every file has the size and
+    time noted in C(.dgxspark-snapshot.stamps.json). That manifest holds nothing of the node, so that it is the same byte for byte on
+    every node with the same files. A file that is missing or differs is brought again, and only that one.
+  - From the hub the client library huggingface_hub does the talking, over HTTP or Xet, in a virtual environment below O(state_dir) that
+    is made once from O(client_requirements). Its caches and its home lie below O(state_dir) as well, never in anyone's home folder, and
+    nothing of the size of a model is kept there.
+  - Everything that the checkpoint needs must fit before the first byte is brought; that is what is missing of the snapshot, O(space), and
+    1.07 GB that stay free on each file system.
 author:
   - dgxspark.vllm authors (@dgxspark)
 options:
   repo:
-    description: Name of the model repository, for the manifest and messages.
+    description: Name of the model repository, as OWNER/NAME.
     type: str
     required: true
   revision:
     description:
-      - What is wanted. The SHA-256 of the source's C(SHA256SUMS), with or without C(sha256:) before it, or the commit of the repository,
-        and then O(sums_sha256) is the pin.
+      - What is wanted. From the hub or a cache of it a commit of 40 hexadecimal digits; from a folder or web server the SHA-256 of its
+        C(SHA256SUMS), with or without C(sha256:) before it, or a commit together with O(sums_sha256).
+      - A branch or tag is resolved once on this node, noted in O(dest), and used from then on until another name is asked for. The
+        result has a warning then.
     type: str
     required: true
   sums_sha256:
-    description: SHA-256 of the source's C(SHA256SUMS), when O(revision) is a commit.
+    description: SHA-256 of the C(SHA256SUMS) of a folder or web server, when O(revision) is a commit.
+    type: str
+    default: ""
+  manifest_sha256:
+    description:
+      - SHA-256 of the manifest of another node, as M(dgxspark.vllm.snapshot_share) returns it. The manifest then takes the place of
+        C(SHA256SUMS), and this node's will be equal to it.
     type: str
     default: ""
   source:
     description:
-      - An absolute folder on the node, or an http or https address below which the files lie.
-      - V(hub) stands for the model hub, which this release does not download from.
+      - V(hub), an absolute folder on the node, or an http or https address below which the files lie.
+      - A folder may be a cache of the hub's own tools, that is C(models--OWNER--NAME) or the folder it lies in. The names of its blobs
+        are digests, so that nothing else is needed. Any other folder, and a web server, hold a file C(SHA256SUMS) in the format of
+        C(sha256sum).
+      - A source is never written to. Links in it are read as the files that they point to.
     type: str
     default: hub
+  source_token:
+    description: Bearer token for O(source), when it is another node's share. It is sent to that host and port only.
+    type: str
+    default: ""
   dest:
     description: Folder of the snapshot on the node. It must not overlap the source.
     type: path
     required: true
+  endpoint:
+    description: Address of the hub, or of a mirror that speaks its protocol. Empty for the client's own.
+    type: str
+    default: ""
+  token:
+    description:
+      - Access token for a gated or private repository. It is kept in a file below C(secrets) in O(state_dir) that only root can read,
+        and given to the client by that file's path. No message shows it.
+    type: str
+    default: ""
+  client_requirements:
+    description:
+      - Text of a requirements file with the packages of the hub's client, each with its hashes. Needed for V(hub) unless
+        O(client_python) is given. Environments of earlier such texts are removed after a success.
+    type: str
+    default: ""
+  client_python:
+    description: A Python of the node that has huggingface_hub 1.0 or later, instead of an environment of this module's own.
+    type: str
+    default: ""
+  pip_args:
+    description: More arguments for pip when it makes the client's environment, such as C(--no-index) and C(--find-links) with a folder.
+    type: list
+    elements: str
+    default: []
+  workers:
+    description: How many files are brought at the same time, from the hub or a web server. From a folder it is one.
+    type: int
+    default: 4
+  xet:
+    description:
+      - Whether files may come from Xet storage, V(auto), or over plain HTTP only, V(off).
+      - When no byte comes for O(stall_timeout_s), or Xet fails, the rest is brought without it either way, and the result has a warning.
+    type: str
+    choices: [auto, "off"]
+    default: auto
+  ignore_patterns:
+    description:
+      - Files of the revision that are left out, as shell patterns for their whole path, as in huggingface_hub. C(*) also matches a
+        slash, and a pattern that ends in a slash stands for all below that folder.
+    type: list
+    elements: str
+    default: []
   mutable:
     description: Files that others may change after completion; of these only the presence is looked at.
     type: list
     elements: str
     default: [model.safetensors.index.json]
   verify:
-    description: V(stamps) compares sizes and times with the manifest. V(full) reads every file again, as a job on the node.
+    description: V(stamps) compares sizes and times with what was noted. V(full) reads every file again, as a job on the node.
     type: str
     choices: [stamps, full]
     default: stamps
   stall_timeout_s:
-    description: Seconds without a new byte after which the transfer is stopped as an error; V(0) for no limit.
+    description:
+      - Seconds without a new byte after which a transfer is stopped. From the hub it is then taken up again once, with a new client and
+        without Xet; if that stalls as well, and from any other source at once, it is an error. V(0) for no limit.
     type: int
     default: 300
+  space:
+    description: What else must fit before the first byte is brought. Entries on the same file system are added up.
+    type: list
+    elements: dict
+    default: []
+    suboptions:
+      path:
+        description: Where it will be written. The folder need not exist.
+        type: path
+        required: true
+      bytes:
+        description: Bytes.
+        type: int
+        default: 0
+      snapshots:
+        description: Multiples of this snapshot's size, added to O(space[].bytes).
+        type: float
+        default: 0
+      what:
+        description: What it is for, for the message.
+        type: str
+        default: ""
   state_dir:
     description: Folder of the collection's state on the node; the job lies in C(jobs) below it.
     type: path
@@ -66,22 +156,58 @@ options:
     default: ""
 attributes:
   check_mode:
-    description: Says what would be brought; starts nothing.
+    description:
+      - Says what would be brought; makes and starts nothing. From the hub it asks for the list of files when the client's environment is
+        there, and says only that there is something to bring when it is not.
     support: full
   diff_mode:
     description: Lists the files that are brought or removed.
     support: full
+notes:
+  - Classes of RV(problems) when it is the hub - C(gated_no_token), C(gated_not_granted), C(not_authorised), C(repo_not_found),
+    C(revision_not_found), C(file_not_found), which trying again does not change; C(rate_limited), C(hub_unreachable), C(hub_error),
+    C(lock_timeout), C(xet_failed), which were tried again after growing pauses, or as long as the hub asked for; C(transfer_stalled).
+  - Of any source - C(disk_full), C(digest_mismatch), C(wrong_revision), C(no_digest), C(git_lfs_pointer), C(source_incomplete),
+    C(source_vanished), C(source_unreachable), C(dest_not_writable), C(dest_locked), and more; each has its evidence and remedy.
 """
 
 EXAMPLES = r"""
-- name: Have the checkpoint from a mounted folder
+- name: Have the checkpoint from the hub
+  dgxspark.vllm.hf_snapshot:
+    repo: Qwen/Qwen3.5-122B-A10B
+    revision: 4a1c0b5de0f1a2b3c4d5e6f708192a3b4c5d6e7f
+    dest: /var/lib/dgxspark-vllm/checkpoints/qwen35-122b
+    ignore_patterns: ["*.gguf", "original/"]
+    client_requirements: "{{ lookup('ansible.builtin.file', 'hub-client.txt') }}"
+    token: "{{ vault_hub_token }}"
+    space:
+      - path: /var/lib/dgxspark-vllm/checkpoints/qwen35-122b-hybrid
+        snapshots: 1.0
+        what: the hybrid checkpoint
+
+- name: Have it from a mirror of the hub, with a Python that has huggingface_hub already
+  dgxspark.vllm.hf_snapshot:
+    repo: Qwen/Qwen3.5-122B-A10B
+    revision: 4a1c0b5de0f1a2b3c4d5e6f708192a3b4c5d6e7f
+    endpoint: http://mirror.example:8080
+    client_python: /opt/hub/bin/python
+    dest: /var/lib/dgxspark-vllm/checkpoints/qwen35-122b
+
+- name: Have it from what 'hf download' left in a cache on a mounted disk
+  dgxspark.vllm.hf_snapshot:
+    repo: Qwen/Qwen3.5-122B-A10B
+    revision: 4a1c0b5de0f1a2b3c4d5e6f708192a3b4c5d6e7f
+    source: /mnt/disk/huggingface/hub
+    dest: /var/lib/dgxspark-vllm/checkpoints/qwen35-122b
+
+- name: Have it from a mounted folder with SHA256SUMS
   dgxspark.vllm.hf_snapshot:
     repo: Qwen/Qwen3.5-122B-A10B
     revision: sha256:0f343b0931126a20f133d67c2b018a3b5f6d9c2f1e1d7e8a9b0c1d2e3f405162
     source: /mnt/models/qwen35-122b
     dest: /var/lib/dgxspark-vllm/checkpoints/qwen35-122b
 
-- name: Have the checkpoint from a web server of the local network, and read every byte again
+- name: Have it from a web server of the local network, and read every byte again
   dgxspark.vllm.hf_snapshot:
     repo: Qwen/Qwen3.5-122B-A10B
     revision: 4a1c0b5de0f1a2b3c4d5e6f708192a3b4c5d6e7f
@@ -89,6 +215,23 @@ EXAMPLES = r"""
     source: http://192.0.2.10:8080/qwen35-122b
     dest: /var/lib/dgxspark-vllm/checkpoints/qwen35-122b
     verify: full
+
+- name: Let the other node read the first node's snapshot
+  dgxspark.vllm.snapshot_share:
+    path: /var/lib/dgxspark-vllm/checkpoints/qwen35-122b
+    address: 192.168.100.1
+  delegate_to: spark1
+  register: share
+  no_log: true
+
+- name: Have it from the first node
+  dgxspark.vllm.hf_snapshot:
+    repo: Qwen/Qwen3.5-122B-A10B
+    revision: 4a1c0b5de0f1a2b3c4d5e6f708192a3b4c5d6e7f
+    source: "{{ share.url }}"
+    source_token: "{{ share.token }}"
+    manifest_sha256: "{{ share.manifest_sha256 }}"
+    dest: /var/lib/dgxspark-vllm/checkpoints/qwen35-122b
 """
 
 RETURN = r"""
@@ -100,8 +243,17 @@ revision:
   description: The revision as asked for, without C(sha256:).
   type: str
   returned: success
+commit:
+  description: The commit that the files are of, 40 hexadecimal digits; empty when it is not known, as of a folder that is pinned by a
+    list alone.
+  type: str
+  returned: success
 sums_sha256:
-  description: The pin.
+  description: The pin of a folder or web server; empty otherwise.
+  type: str
+  returned: success
+manifest_sha256:
+  description: SHA-256 of C(.dgxspark-snapshot.json); empty while it is not complete.
   type: str
   returned: success
 complete:
@@ -121,7 +273,7 @@ resumed_bytes:
   type: int
   returned: success
 missing:
-  description: In check mode, what would be brought, C(files) and C(bytes); bytes is null when the source does not tell.
+  description: In check mode, what would be brought, C(files) and C(bytes); null when the source does not tell.
   type: dict
   returned: check mode, when something is missing
 job:
@@ -140,104 +292,191 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils import snapshot
+from ..module_utils import hub_venv, snapshot
+from ..module_utils import snapshot_files as files
+from ..module_utils import snapshot_hub as hub
+from ..module_utils import snapshot_way as way
 from ..module_utils.changes import Changes
 from ..module_utils.jobs import Job, JobFailure, Systemd, new_watch, short
+from ..module_utils.problems import Problem, problem
+from ..module_utils.snapshot_space import dest_failure, gb
+from ..module_utils.sources import HEX40, LONGEST_PAUSE_S
+
+# What an earlier task, not run in check mode either, may be about to mend.
+PASSING = {"source_vanished", "source_unreachable", "hub_unreachable", "hub_error", "rate_limited", "client_missing", "hub_client_died"}
 
 
 def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
     """One look: complete already, or the job that makes it so."""
     dest = Path(p["dest"])
-    pin, unpinned = snapshot.pinned(p["revision"], p["sums_sha256"], p["source"])
-    wrong = snapshot.source_problems(p["source"])
-    wrong += snapshot.place_problems(p["source"], p["dest"])
-    if wrong or unpinned:
-        raise JobFailure(*wrong, *([] if p["source"] == "hub" else unpinned))
-    spec = {name: p[name] for name in ("repo", "revision", "source", "dest", "mutable", "verify")} | {"pin": pin}
-    base = {"path": p["dest"], "revision": p["revision"].strip().removeprefix("sha256:"), "sums_sha256": pin}
-    job = Job(Path(p["state_dir"]), f"snapshot-{short(p['dest'])}", "snapshot", f"dgxspark.vllm snapshot of {p['repo']}", Systemd())
+    request, wrong = way.make_request(p)
+    if wrong := [*way.source_problems(p["source"]), *way.place_problems(p["source"], p["dest"]), *wrong, *_hub_problems(p)]:
+        raise JobFailure(*wrong)
+    name = f"snapshot-{short(p['dest'])}"
+    spec = _spec(p, request, name)
+    base = {"path": p["dest"], "revision": request.revision, "sums_sha256": request.sums_sha256}
+    job = Job(Path(p["state_dir"]), name, "snapshot", f"dgxspark.vllm snapshot of {p['repo']}", Systemd())
     watch = p["watch"] or new_watch()
 
     if check or not job.following(spec, watch):
-        files = snapshot.complete(dest, pin, p["mutable"])
-        if files is not None and (check or p["verify"] == "stamps"):
-            return {**base, **_figures(files), "changed": False, "complete": True, "resumed_bytes": 0}
+        manifest = files.complete(dest, request, p["mutable"])
+        if manifest is not None and (check or p["verify"] == "stamps"):
+            return {**base, **_whole(manifest, request), "changed": False, "complete": True, "resumed_bytes": 0}
         if check:
-            return {**base, **_would(p, dest, pin)}
-        if files is None and snapshot.source_kind(p["source"]) == "folder":
-            _survey(p, dest, pin)  # what is wrong with a folder is known at once, without a job
+            return {**base, **_would(p, request, spec)}
+        if found := _client_problems(p):
+            raise JobFailure(*found)
+        if manifest is None and way.kind_of(p["source"], p["repo"]) in {"folder", "cache"}:
+            _look(p, request, spec)  # what is wrong with a folder is known at once, without a job
+        for secret in ("token", "source_token"):
+            hub.store_secret(Path(p["state_dir"]), f"{name}.{secret}", p[secret])
 
-    status = job.follow(spec, watch, p["stall_timeout_s"])
+    status = job.follow(spec, watch, _patience(p))
     answer = {**base, "changed": False, "complete": status.state == "done", "job": status.wire(watch)}
     if status.state != "done":
-        return {**answer, "bytes": 0, "files": 0, "resumed_bytes": 0}
-    if not snapshot.is_report(status.result):
+        return {**answer, "bytes": 0, "files": 0, "resumed_bytes": 0, "commit": "", "manifest_sha256": ""}
+    result = status.result
+    if not snapshot.is_report(result):
         raise job.damaged_result()
     changes = Changes()
-    changes.add(p["dest"], status.result["before"], status.result["after"])
-    return {**answer, **changes.result(), **_figures(status.result["files"]), "resumed_bytes": status.result["resumed_bytes"]}
+    changes.add(p["dest"], result["before"], result["after"])
+    figures = {"files": len(result["files"]), "bytes": sum(int(entry["size"]) for entry in result["files"].values())}
+    told = {"resumed_bytes": result["resumed_bytes"], "manifest_sha256": result["manifest_sha256"], "warnings": result["notes"]}
+    return {**answer, **changes.result(), **figures, **told, "commit": _commit(result["revision"]), "sums_sha256": result["sums_sha256"]}
 
 
-def _figures(files: dict[str, Any]) -> dict[str, int]:
-    return {"files": len(files), "bytes": sum(int(entry["size"]) for entry in files.values())}
+def _hub_problems(p: dict[str, Any]) -> list[Problem]:
+    """Parameters that cannot be right."""
+    found = way.repo_problems(p["repo"])
+    if p["endpoint"]:
+        found += way.address_problems("endpoint", p["endpoint"])
+    if p["workers"] < 1:
+        found.append(problem("bad_workers", f"workers is {p['workers']}", "give 1 or more"))
+    return found
 
 
-def _survey(p: dict[str, Any], dest: Path, pin: str) -> tuple[dict[str, str], dict[str, str], int | None, int]:
-    """Files wanted, files to bring, their size, bytes of the whole; JobFailure when they cannot be brought."""
-    source = snapshot.open_source(p["source"], patient=False)
-    wanted = snapshot.wanted_files(source, pin, lambda _note: None, p["source"])
-    todo = snapshot.plan(dest, wanted, p["mutable"], pin)
-    doubtful = {name for name, state in todo.items() if state in {"unverified", "changed"}}
-    still, size = snapshot.missing_bytes(source, dest, wanted, [n for n in todo if n not in doubtful], lambda _note: None)
-    if found := [*snapshot.in_the_way(dest, wanted), *snapshot.check_space(dest, still, wanted)]:
+def _client_problems(p: dict[str, Any]) -> list[Problem]:
+    return hub_venv.foreseen(Path(p["state_dir"]), p["client_requirements"], p["client_python"]) if p["source"] == "hub" else []
+
+
+def _spec(p: dict[str, Any], request: files.Request, name: str) -> dict[str, Any]:
+    """The job's: no secrets, only where they lie."""
+    state_dir = Path(p["state_dir"])
+    spec = {name: p[name] for name in ("repo", "source", "dest", "mutable", "verify", "space", "workers", "stall_timeout_s")}
+    spec |= {"revision": request.revision, "pin": request.sums_sha256, "manifest_sha256": request.manifest_sha256}
+    spec |= {"ignore_patterns": request.ignore_patterns, "hub": None}
+    spec["source_token_path"] = hub.secret_path(state_dir, f"{name}.source_token", p["source_token"])
+    if p["source"] == "hub":
+        spec["hub"] = hub.hub_spec(p, p["repo"], request.revision, hub.secret_path(state_dir, f"{name}.token", p["token"]))
+    return spec
+
+
+def _patience(p: dict[str, Any]) -> float:
+    """Seconds without progress after which the job is stopped from outside. From the hub, the job itself looks, and tries again first."""
+    return 2 * p["stall_timeout_s"] + 2 * LONGEST_PAUSE_S if p["source"] == "hub" and p["stall_timeout_s"] else p["stall_timeout_s"]
+
+
+def _commit(revision: str) -> str:
+    return revision if HEX40.fullmatch(revision) else ""
+
+
+def _whole(manifest: files.Manifest, request: files.Request) -> dict[str, Any]:
+    """What there is to say of a complete snapshot."""
+    note = way.branch_note(request, manifest.revision)
+    return {
+        "files": len(manifest.files),
+        "bytes": sum(size for size, _ in manifest.files.values()),
+        "commit": _commit(manifest.revision),
+        "sums_sha256": manifest.sums_sha256,
+        "manifest_sha256": manifest.sha256,
+        "warnings": [note] if note else [],
+    }
+
+
+def _look(p: dict[str, Any], request: files.Request, spec: dict[str, Any]) -> tuple[files.Wanted, dict[str, str], int | None, int]:
+    """Files wanted, why each one missing is, their size, bytes to come; JobFailure when they cannot be brought."""
+    dest = Path(p["dest"])
+    asked = {**spec, "source_token": p["source_token"]}
+    if spec["hub"]:
+        asked["hub"] = {**spec["hub"], "xet": False}  # only lists are asked for, and that library makes folders
+    with way.Way(request, asked, lambda _line: None, patient=False, make=False, hub_token=p["token"]) as at:
+        _, wanted, todo = snapshot.survey(dest, request, p["mutable"], at)
+        sure = [name for name, state in todo.items() if state not in {"unverified", "changed"}]
+        still, size = snapshot.missing_bytes(dest, wanted.files, sure, at.size)
+    blocked = files.in_the_way(dest, {name: wanted.files[name] for name in todo})
+    there = sum(files.size_of(dest / name) for name in wanted.files if name not in sure)
+    whole = wanted.size if size is None else size + there
+    if found := [*blocked, *snapshot.space_needed(dest, still, wanted, whole, spec)]:
         raise JobFailure(*found)
     return wanted, todo, size, still
 
 
-def _would(p: dict[str, Any], dest: Path, pin: str) -> dict[str, Any]:
+def _would(p: dict[str, Any], request: files.Request, spec: dict[str, Any]) -> dict[str, Any]:
     """Check mode's answer when something is missing."""
     changes = Changes()
+    answer = {"complete": False, "files": 0, "bytes": 0, "resumed_bytes": 0, "commit": "", "manifest_sha256": ""}
     try:
-        wanted, todo, size, still = _survey(p, dest, pin)
+        wanted, todo, size, still = _look(p, request, spec)
     except JobFailure as failure:
-        if not all(found["class"] in {"source_vanished", "source_unreachable"} for found in failure.problems):
+        if not all(found["class"] in PASSING for found in failure.problems):
             raise
-        # An earlier task, not run in check mode either, may be what makes the source readable.
         changes.add(p["dest"], "complete: no\n", "complete: yes\n")
-        what = {"files": None, "bytes": None}
-        msg = failure.message("would bring the snapshot, but the source cannot be read now")
-        return {**changes.result(), "complete": False, "files": 0, "bytes": 0, "resumed_bytes": 0, "missing": what, "msg": msg}
-    removed = [name for name in snapshot.known(dest).files if name not in wanted]
-    changes.add(p["dest"], *snapshot.difference(todo, removed, wanted))
-    told = "an unknown amount" if size is None else snapshot.gb(still)
+        msg = failure.message("would bring the snapshot, but what of it cannot be told now")
+        return {**changes.result(), **answer, "missing": {"files": None, "bytes": None}, "msg": msg}
+    removed = [name for name in files.known(Path(p["dest"])).files if name not in wanted.files]
+    changes.add(p["dest"], *snapshot.difference(todo, removed, wanted.files))
+    told = "an unknown amount" if size is None else gb(still)
+    note = way.branch_note(request, wanted.revision)
     return {
         **changes.result(),
-        "complete": False,
-        "files": len(wanted),
+        **answer,
+        "files": len(wanted.files),
         "bytes": size or 0,
-        "resumed_bytes": 0,
+        "commit": _commit(wanted.revision),
         "missing": {"files": len(todo), "bytes": None if size is None else still},
-        "msg": f"would bring {len(todo)} of {len(wanted)} files ({told}) from {p['source']}",
+        "msg": f"would bring {len(todo)} of {len(wanted.files)} files ({told}) from {p['source']}",
+        "warnings": [note] if note else [],
     }
+
+
+ARGUMENTS = {
+    "repo": {"type": "str", "required": True},
+    "revision": {"type": "str", "required": True},
+    "sums_sha256": {"type": "str", "default": ""},
+    "manifest_sha256": {"type": "str", "default": ""},
+    "source": {"type": "str", "default": "hub"},
+    "source_token": {"type": "str", "default": "", "no_log": True},
+    "dest": {"type": "path", "required": True},
+    "endpoint": {"type": "str", "default": ""},
+    "token": {"type": "str", "default": "", "no_log": True},
+    "client_requirements": {"type": "str", "default": ""},
+    "client_python": {"type": "str", "default": ""},
+    "pip_args": {"type": "list", "elements": "str", "default": []},
+    "workers": {"type": "int", "default": 4},
+    "xet": {"type": "str", "choices": ["auto", "off"], "default": "auto"},
+    "ignore_patterns": {"type": "list", "elements": "str", "default": []},
+    "mutable": {"type": "list", "elements": "str", "default": ["model.safetensors.index.json"]},
+    "verify": {"type": "str", "choices": ["stamps", "full"], "default": "stamps"},
+    "stall_timeout_s": {"type": "int", "default": 300},
+    "space": {
+        "type": "list",
+        "elements": "dict",
+        "default": [],
+        "options": {
+            "path": {"type": "path", "required": True},
+            "bytes": {"type": "int", "default": 0},
+            "snapshots": {"type": "float", "default": 0.0},
+            "what": {"type": "str", "default": ""},
+        },
+    },
+    "state_dir": {"type": "path", "default": "/var/lib/dgxspark-vllm"},
+    "watch": {"type": "str", "default": ""},
+}
 
 
 def main() -> None:
     """Entry point."""
-    module = AnsibleModule(
-        argument_spec={
-            "repo": {"type": "str", "required": True},
-            "revision": {"type": "str", "required": True},
-            "sums_sha256": {"type": "str", "default": ""},
-            "source": {"type": "str", "default": "hub"},
-            "dest": {"type": "path", "required": True},
-            "mutable": {"type": "list", "elements": "str", "default": ["model.safetensors.index.json"]},
-            "verify": {"type": "str", "choices": ["stamps", "full"], "default": "stamps"},
-            "stall_timeout_s": {"type": "int", "default": 300},
-            "state_dir": {"type": "path", "default": "/var/lib/dgxspark-vllm"},
-            "watch": {"type": "str", "default": ""},
-        },
-        supports_check_mode=True,
-    )
+    module = AnsibleModule(argument_spec=ARGUMENTS, supports_check_mode=True)
     p = module.params
     try:
         result = run(p, module.check_mode)
@@ -245,8 +484,10 @@ def main() -> None:
         headline = f"The snapshot of {p['repo']} in {p['dest']} is not complete."
         module.fail_json(msg=failure.message(headline), problems=failure.problems)
     except OSError as error:
-        failure = snapshot.dest_failure(error, Path(p["dest"]))
+        failure = dest_failure(error, Path(p["dest"]))
         module.fail_json(msg=failure.message(f"The snapshot in {p['dest']} cannot be looked at."), problems=failure.problems)
+    for text in result.pop("warnings", []):
+        module.warn(text)
     module.exit_json(**result)
 
 

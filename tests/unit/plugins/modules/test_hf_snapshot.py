@@ -6,6 +6,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +16,9 @@ from typing import Any
 import pytest
 from ansible_collections.dgxspark.vllm.plugins.module_utils.jobs import Status
 from ansible_collections.dgxspark.vllm.plugins.modules import hf_snapshot
+from hub import Fault, Hub, commit_of, fill
 from local_units import LocalUnits
+from web import Server
 
 FILES = {"config.json": b"{}", "model.safetensors.index.json": b"{}", "model.safetensors": os.urandom(50_000)}
 
@@ -87,13 +91,6 @@ def test_everything_wrong_is_said_at_once(look: Look, units: LocalUnits) -> None
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_the_hub_is_refused_with_the_way_out(look: Look, check: bool, units: LocalUnits) -> None:
-    result = look(source="hub", revision="a" * 40, check=check)
-    assert result["failed"] and [p["class"] for p in result["problems"]] == ["hub_not_supported"]
-    assert "checkpoint_source" in result["msg"] and units.started == []
-
-
-@pytest.mark.parametrize("check", [True, False])
 def test_a_wrong_revision_is_known_without_a_job(look: Look, check: bool, pin: str, units: LocalUnits) -> None:
     result = look(revision="sha256:" + "0" * 64, check=check)
     assert result["failed"] and "0" * 64 in result["msg"] and pin in result["msg"] and units.started == []
@@ -108,10 +105,10 @@ def test_a_commit_needs_the_sums_as_pin(look: Look, tmp_path: Path, pin: str) ->
 
 def test_check_mode_before_the_source_is_there(look: Look, tmp_path: Path) -> None:
     result = look(check=True, source=str(tmp_path / "not mounted yet"))
-    assert result["changed"] and result["missing"] == {"files": None, "bytes": None} and "cannot be read now" in result["msg"]
+    assert result["changed"] and result["missing"] == {"files": None, "bytes": None} and "cannot be told now" in result["msg"]
     assert look(source=str(tmp_path / "not mounted yet"))["problems"][0]["class"] == "source_vanished"
     result = look(check=True, source="http://127.0.0.1:9/m")
-    assert result["changed"] and "cannot be read now" in result["msg"]
+    assert result["changed"] and "cannot be told now" in result["msg"]
 
 
 def test_full_verification_is_a_job_and_changes_only_what_is_wrong(look: Look, tmp_path: Path, units: LocalUnits) -> None:
@@ -171,3 +168,139 @@ def test_a_result_of_another_shape(look: Look, monkeypatch: pytest.MonkeyPatch, 
 def test_a_destination_that_is_a_file(look: Look, tmp_path: Path) -> None:
     (tmp_path / "dest").write_text("x")
     assert look()["problems"][0]["class"] == "dest_not_writable"
+
+
+# --- the hub ---------------------------------------------------------------------------------------------------------------------
+
+TOKEN = "hf_geheimnis"
+
+
+@pytest.fixture
+def ask(look: Look, hub: Hub, tmp_path: Path) -> Look:
+    """As look, from the hub."""
+
+    def run(check: bool = False, **args: Any) -> dict[str, Any]:
+        whole = {"source": "hub", "endpoint": hub.url, "client_python": sys.executable, "revision": commit_of(hub.root / "org/name")}
+        return look(check=check, **{**whole, **args})
+
+    fill(hub, "org/name", FILES)
+    return run
+
+
+def test_the_hub_check_run_check_run(ask: Look, hub: Hub, tmp_path: Path, units: LocalUnits) -> None:
+    commit = commit_of(hub.root / "org/name")
+    before = {p for p in tmp_path.rglob("*") if hub.root not in p.parents}
+    would = ask(check=True, token=TOKEN)
+    assert would["changed"] and not would["complete"] and would["missing"] == {"files": 3, "bytes": 50_004} and would["commit"] == commit
+    assert {p for p in tmp_path.rglob("*") if hub.root not in p.parents} == before and units.started == []
+    assert hub.requests[-1].authorised and hub.transfers() == []
+
+    done = ask(token=TOKEN)
+    assert done["changed"] and done["complete"] and (done["files"], done["bytes"], done["commit"]) == (3, 50_004, commit)
+    assert done["diff"] == would["diff"] and "warnings" not in done
+    manifest = tmp_path / "dest" / ".dgxspark-snapshot.json"
+    assert done["manifest_sha256"] == hashlib.sha256(manifest.read_bytes()).hexdigest()
+
+    hub.requests.clear()
+    for check in (True, False):
+        again = ask(check=check)
+        assert not again["changed"] and again["complete"] and again["commit"] == commit and "job" not in again
+        assert again["manifest_sha256"] == done["manifest_sha256"]
+    assert len(units.started) == 1 and hub.requests == []
+
+
+def test_the_token_is_in_its_file_alone(ask: Look, hub: Hub, tmp_path: Path) -> None:
+    hub.faults.append(Fault("gated", path="resolve", token=TOKEN))
+    refused = ask()
+    assert refused["failed"] and refused["problems"][0]["class"] == "gated_no_token"
+    result = ask(token="hf_wrong")
+    assert result["problems"][0]["class"] == "gated_not_granted" and "hf_wrong" not in str(result)
+    done = ask(token=TOKEN)
+    assert done["complete"] and TOKEN not in str(done)
+    holders = [p for p in tmp_path.rglob("*") if p.is_file() and TOKEN.encode() in p.read_bytes()]
+    assert [p.parent.name for p in holders] == ["secrets"] and oct(holders[0].stat().st_mode)[-3:] == "600"
+    (tmp_path / "dest" / "config.json").unlink()
+    ask()  # without a token its file goes
+    assert list((tmp_path / "state" / "secrets").iterdir()) == []
+
+
+def test_a_branch_is_warned_about(ask: Look, hub: Hub, tmp_path: Path) -> None:
+    commit = commit_of(hub.root / "org/name")
+    for check in (True, False, True, False):
+        result = ask(check=check, revision="main")
+        assert result["revision"] == "main" and result["commit"] == commit and "'main'" in str(result["warnings"][0])
+    fill(hub, "org/name", {"config.json": b'{"a": 2}'})
+    assert not ask(revision="main")["changed"]
+
+
+@pytest.mark.parametrize(
+    ("args", "kinds"),
+    [
+        ({"client_python": ""}, {"no_client"}),
+        ({"client_python": "/none"}, {"client_unsuitable"}),
+        (
+            {"repo": "name", "endpoint": "hub.example", "workers": 0, "revision": "0" * 64},
+            {"bad_repo", "bad_source", "bad_workers", "bad_pin"},
+        ),
+        ({"sums_sha256": "0" * 64}, {"bad_pin"}),
+        ({"manifest_sha256": "0" * 64}, {"bad_pin"}),
+    ],
+)
+@pytest.mark.parametrize("check", [True, False])
+def test_what_is_wrong_is_known_without_a_job(ask: Look, units: LocalUnits, args: dict[str, Any], kinds: set[str], check: bool) -> None:
+    result = ask(check=check, **args)
+    assert result["failed"] and {p["class"] for p in result["problems"]} == kinds and units.started == []
+
+
+def test_check_mode_without_a_client_or_a_hub(ask: Look, hub: Hub, tmp_path: Path) -> None:
+    """A first run makes the client; until then nobody can be asked."""
+    result = ask(check=True, client_python="", client_requirements="demo==1 --hash=sha256:00")
+    assert result["changed"] and not result["complete"] and result["missing"] == {"files": None, "bytes": None}
+    assert not (tmp_path / "state").exists() and hub.requests == []
+    result = ask(check=True, endpoint="http://127.0.0.1:9")
+    assert result["changed"] and "hub_unreachable" in result["msg"]
+    assert ask(check=True, revision="0" * 40)["problems"][0]["class"] == "revision_not_found"
+
+
+def test_space_is_looked_at_in_check_mode(ask: Look, look: Look, tmp_path: Path, units: LocalUnits) -> None:
+    space = [{"path": str(tmp_path / "hybrid"), "bytes": 1 << 60, "what": "the hybrid"}]
+    found = ask(check=True, space=space)["problems"][0]
+    assert found["class"] == "disk_full" and "for the hybrid" in found["evidence"]
+    assert units.started == []
+    twice = [{"path": str(tmp_path / "hybrid"), "snapshots": 1e14, "what": "the hybrid"}]
+    assert ask(space=twice)["problems"][0]["class"] == "disk_full" and len(units.started) == 1
+    assert look(space=twice)["problems"][0]["class"] == "disk_full" and len(units.started) == 1  # a folder's sizes are known at once
+
+
+def test_a_stall_limit_of_the_job_gives_the_inner_one_its_chance() -> None:
+    for source, limit, patience in (("hub", 300, 1200), ("hub", 0, 0), ("/folder", 300, 300), ("http://h", 7, 7)):
+        assert hf_snapshot._patience({"source": source, "stall_timeout_s": limit}) == patience
+
+
+def test_settings_that_do_not_matter_to_the_files_do_not_bring_them_again(ask: Look, units: LocalUnits) -> None:
+    ask()
+    for args in (
+        {"workers": 9},
+        {"xet": "off"},
+        {"token": TOKEN},
+        {"stall_timeout_s": 5},
+        {"client_python": "/none"},
+        {"endpoint": "http://h"},
+    ):
+        assert not ask(**args)["changed"], args
+    assert ask(ignore_patterns=["config.json"])["changed"] and len(units.started) == 2
+
+
+def test_another_nodes_snapshot(ask: Look, look: Look, hub: Hub, tmp_path: Path) -> None:
+    first = ask(dest=str(tmp_path / "first"))
+    with Server(tmp_path / "first") as running:
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+        args = {"source": running.url, "source_token": "geheim", "manifest_sha256": first["manifest_sha256"], "revision": first["commit"]}
+        would = look(check=True, **args)
+        assert would["changed"] and would["missing"]["files"] == 3 and would["commit"] == first["commit"]
+        done = look(**args)
+        running.shutdown()
+    assert done["complete"] and done["manifest_sha256"] == first["manifest_sha256"] and done["commit"] == first["commit"]
+    names = [tmp_path / place / ".dgxspark-snapshot.json" for place in ("first", "dest")]
+    assert names[0].read_bytes() == names[1].read_bytes()
+    assert not ask(check=True)["changed"] and not look(**args)["changed"]  # either way of asking
