@@ -20,6 +20,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, get_args
 
 MARK = "dgxspark.vllm.gate "
+# What a plugin adds to vLLM for checkpoints that need it: one entry point for each, of which only the name counts.
+FEATURE_GROUP = "dgxspark_vllm.features"
+# vLLM's modules that choose the method of each layer of an AutoRound checkpoint (0.19 to 0.28, and since 0.29). The schemes that lie beside
+# them know FP8 too, but for whole checkpoints only.
+DISPATCHERS = ("inc.py", "auto_round.py", "inc/inc.py")
 Finding = dict[str, Any]
 
 
@@ -272,6 +277,21 @@ def plugins() -> list[str]:
     return sorted(e.name for e in entry_points(group="vllm.general_plugins") if not e.value.startswith("vllm."))
 
 
+def features() -> list[str]:
+    """What this image can do for checkpoints that not every vLLM loads: by its plugins, or by a vLLM that was patched to."""
+    from importlib.metadata import entry_points
+
+    found = {entry.name for entry in entry_points(group=FEATURE_GROUP)}
+    for root in getattr(importlib.import_module("vllm"), "__path__", []):
+        for name in DISPATCHERS:
+            path = os.path.join(root, "model_executor", "layers", "quantization", *name.split("/"))
+            if os.path.isfile(path):
+                with open(path, encoding="utf-8", errors="replace") as stream:
+                    if re.search(r"\bFp8LinearMethod\b", stream.read()):
+                        found.add("fp8_dispatch")
+    return sorted(found)
+
+
 def versions() -> dict[str, Any]:
     """What is installed. extension: 'ok', what its import says, or '' where it needs no check."""
     torch = importlib.import_module("torch")
@@ -292,6 +312,7 @@ def versions() -> dict[str, Any]:
         "machine": platform.machine(),
         "extension": extension,
         "plugins": plugins(),
+        "features": features(),
     }
 
 

@@ -14,7 +14,7 @@ from .gate_probe import MARK
 from .problems import Problem, problem
 
 # Part of the key under which a report is kept: raise it whenever the probe or what is asked changes.
-GATE_VERSION = "1"
+GATE_VERSION = "2"
 CACHED_KEYS = (
     "vllm",
     "torch",
@@ -23,6 +23,7 @@ CACHED_KEYS = (
     "machine",
     "extension",
     "plugins",
+    "features",
     "options",
     "platform_made_up",
     "skipped",
@@ -40,6 +41,15 @@ done
 shift
 exec $py - "$@"
 """
+
+# What a checkpoint may need of an image, and how a person would rather do without. The names are those of hybrid_checkpoint.
+NEEDS = {
+    "fp8_dispatch": ("a vLLM that loads FP8 layers of an INT4 checkpoint", "checkpoint.hybrid: off, or online with vLLM 0.30 or newer"),
+    "index_loader": (
+        "a loader that takes each tensor from the file that the index names",
+        "checkpoint.hybrid: materialize, which any loader reads, or off",
+    ),
+}
 
 _ENGINE_ARGS = "engine_args (recipe, or vllm_recipe_overrides)"
 
@@ -95,6 +105,30 @@ def problems_of(gate: Mapping[str, Any], cuda: bool) -> list[Problem]:
                 "build vLLM and install torch from the same release and CUDA version: ansible-playbook dgxspark.vllm.image -l <this host>",
             )
         )
+    return found
+
+
+def needs_of(manifest: Any, where: str) -> tuple[list[str], list[Problem]]:
+    """What a checkpoint's manifest says that an image must have. where: the manifest's path, for messages."""
+    needs = manifest.get("needs") if isinstance(manifest, dict) else None
+    if isinstance(needs, list) and all(isinstance(need, str) for need in needs):
+        return needs, []
+    remedy = "make the checkpoint again: ansible-playbook dgxspark.vllm.checkpoint -l <this host>"
+    return [], [problem("checkpoint_needs_unknown", f"{where} does not say what the checkpoint needs of an image", remedy)]
+
+
+def needs_problems(needs: Sequence[str], gate: Mapping[str, Any], checkpoint: str, image: str) -> list[Problem]:
+    """What a checkpoint needs and an image lacks. A need that nobody knows is lacking, too."""
+    has = gate.get("features") or []
+    found = []
+    for need in needs:
+        if need in has:
+            continue
+        means, instead = NEEDS.get(need, ("unknown to this release of the collection", ""))
+        evidence = f"{checkpoint} needs {need} ({means}), which {image}, vLLM {gate.get('vllm')}, does not have"
+        remedy = "use an image profile with the kernels package (image.profile of the recipe)"
+        remedy += f", or in the recipe {instead}" if instead else ", of the release that made the checkpoint, or make the checkpoint again"
+        found.append(problem("checkpoint_needs", evidence, remedy))
     return found
 
 

@@ -18,6 +18,7 @@ import re
 import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -81,23 +82,28 @@ class Header:
     file_bytes: int
 
 
-def read_header(path: Path) -> Header:
-    """The header of a file. BadFile with every problem found when it is not a sound safetensors file."""
+def read_header(path: Path, count: Callable[[int], object] = lambda _bytes: None) -> Header:
+    """The header of a file. BadFile with every problem found when it is not a sound safetensors file.
+
+    count: is told how many bytes were read, whatever comes of them.
+    """
     with open_regular(path, "shard", _DOWNLOAD) as stream:
         try:
             return read_stream(stream, path.name, os.fstat(stream.fileno()).st_size)
         except OSError as failure:
             raise BadFile(_unreadable("shard", path.name, failure, _DOWNLOAD)) from failure
+        finally:
+            count(stream.tell())
 
 
 def read_stream(stream: BinaryIO, name: str, size: int) -> Header:
     """As read_header, of an open file of `size` bytes; `name` is what messages call it."""
     if size == 0:
         raise BadFile(problem("shard_empty", f"{name} is an empty file (0 bytes)", _DOWNLOAD))
-    start = stream.read(8)
+    start = read_fully(stream, 8)
     length = int.from_bytes(start, "little")
     if len(start) < 8 or length > MAX_HEADER_BYTES:
-        known = _foreign_content(start + stream.read(1016), name, size)
+        known = _foreign_content(start + read_fully(stream, 1016), name, size)
         if known:
             raise BadFile(known)
     if len(start) < 8:
@@ -111,7 +117,7 @@ def read_stream(stream: BinaryIO, name: str, size: int) -> Header:
         raise BadFile(problem("shard_header_too_large", f"{evidence}: not a safetensors file", _DOWNLOAD))
     if 8 + length > size:
         raise BadFile(_header_past_end(name, length, size))
-    raw = stream.read(length)
+    raw = read_fully(stream, length)
     if len(raw) < length:
         raise BadFile(_header_past_end(name, length, 8 + len(raw)))
     tensors, metadata = parse_header(raw, name, size - 8 - length)
@@ -168,6 +174,9 @@ def _tensors(document: dict[str, Any], name: str, problems: list[Problem]) -> di
     unknown: list[str] = []
     mismatched: list[str] = []
     for key, entry in document.items():
+        if sound := _usual_tensor(entry):
+            tensors[key] = sound
+            continue
         fault = _entry_fault(entry)
         if fault:
             malformed.append(f"{shown(key)}: {fault}")
@@ -189,6 +198,22 @@ def _tensors(document: dict[str, Any], name: str, problems: list[Problem]) -> di
             remedy = _REWRITE if class_ != "shard_unknown_dtype" else f"{_REWRITE} Known types: {', '.join(DTYPE_BITS)}."
             problems.append(problem(class_, f"{name}: {text}: {some(faults, quote=False)}", remedy))
     return tensors
+
+
+def _usual_tensor(entry: Any) -> Tensor | None:
+    """The tensor of an entry that is sound at first sight: checkpoints have tens of thousands of them. None for any doubt."""
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        bits = DTYPE_BITS[dtype]
+    except (KeyError, TypeError, ValueError):
+        return None
+    if type(shape) is not list or type(start) is not int or type(end) is not int or not 0 <= start <= end <= _MAX_U64:
+        return None
+    for size in shape:
+        if type(size) is not int or size < 1:
+            return None
+        bits *= size
+    return Tensor(dtype, tuple(shape), start, end) if bits == (end - start) * 8 < _MAX_U64 else None
 
 
 def _entry_fault(entry: Any) -> str:
@@ -297,21 +322,33 @@ def _error_message(text: str) -> str:
 
 
 def open_regular(path: Path, prefix: str, remedy: str) -> BinaryIO:
-    """Open a regular file, also through a link, for reading. BadFile, with class <prefix>_..., when that does not work."""
+    """Open a regular file, also through a link, for reading; without a buffer, so that nothing is read but what is asked for.
+
+    BadFile, with class <prefix>_..., when that does not work.
+    """
     try:
         # O_NONBLOCK: a FIFO must not hang us; it means nothing for regular files.
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as failure:
         if path.is_symlink() and failure.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
-            raise BadFile(_broken_link(path, prefix)) from failure
+            raise BadFile(broken_link(path, prefix)) from failure
         raise BadFile(_unreadable(prefix, path.name, failure, remedy)) from failure
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise BadFile(problem(f"{prefix}_not_a_file", f"{path.name} is a folder or a device, not a file", f"Remove it. {remedy}"))
-    return os.fdopen(fd, "rb")
+    return os.fdopen(fd, "rb", buffering=0)
 
 
-def _broken_link(path: Path, prefix: str) -> Problem:
+def read_fully(stream: BinaryIO, size: int) -> bytes:
+    """`size` bytes, or fewer at the file's end: an unbuffered file may give them in pieces."""
+    pieces = [stream.read(size)]
+    while pieces[-1] and (size := size - len(pieces[-1])) > 0:
+        pieces.append(stream.read(size))
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def broken_link(path: Path, prefix: str) -> Problem:
+    """The problem of a link that leads nowhere."""
     target = os.readlink(path)
     evidence = f"{path.name} is a broken link: it points to {shown(target)}, which does not exist"
     if "blobs/" in target:
@@ -353,9 +390,12 @@ def parse_json(raw: bytes) -> tuple[Any, list[str]]:
     if text.startswith("\ufeff"):
         raise ValueError("not JSON: it begins with a byte order mark (BOM)")
     try:
-        # A function per number costs time that headers of 100,000 tensors feel: only where there is something to find.
+        # A function per number or object costs time that headers of 100,000 tensors feel: only where there is something to find.
         integer = _no_minus_zero if "-0" in text else None
-        value = json.loads(text, object_pairs_hook=object_of, parse_constant=_no_constant, parse_float=_finite, parse_int=integer)
+        loads = partial(json.loads, parse_constant=_no_constant, parse_float=_finite, parse_int=integer)
+        value = loads(text)
+        if not _has_every_key(value, text):
+            value = loads(text, object_pairs_hook=object_of)
         lone = b"\\u" in raw and _has_lone_surrogate(value)
     except RecursionError:
         raise ValueError("not usable JSON: nested too deeply") from None
@@ -364,6 +404,16 @@ def parse_json(raw: bytes) -> tuple[Any, list[str]]:
     if lone:
         raise ValueError("not JSON: a string holds half of a surrogate pair")
     return value, list(dict.fromkeys(twice))
+
+
+def _has_every_key(value: Any, text: str) -> bool:
+    """Whether a value has as many keys as its text. False for any doubt: a key that is written twice is in the value once.
+
+    Without blanks in between, '":' ends each key, and can be nowhere else but inside of a string, which makes it too many.
+    """
+    inner = value.values() if isinstance(value, dict) else ()
+    keys = len(inner) + sum(len(entry) for entry in inner if isinstance(entry, dict))
+    return text.count('":') == keys and not re.search(r'"\s+:', text)
 
 
 def _no_constant(text: str) -> Any:

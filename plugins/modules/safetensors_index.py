@@ -16,9 +16,10 @@ description:
   - Loaders trust the index. A tensor that is not listed, such as those of a multi-token prediction (MTP) layer in a file of their own, is
     dropped in silence. With O(state=present) such tensors are listed.
   - Everything is reported at once. Whatever does not have exactly one right answer is an error, and then nothing is changed.
+  - Every link among the files is followed. With O(visible_root) it is also followed as a container would, which sees only what is mounted.
   - Hidden files, and files of another format that may lie beside a checkpoint (C(consolidated*.safetensors), C(adapter_*.safetensors)), are
     not taken for part of it unless the index lists them.
-  - Quantised tensors are checked for their scales, by name and shape.
+  - Quantised tensors are checked for their scales, by name and shape. MTP layers are checked for what such a layer needs at least.
 attributes:
   check_mode:
     description: Can run in check mode and says what it would change, without changing anything.
@@ -38,15 +39,45 @@ options:
         index for several shards without one. Other keys of the index are kept. A single shard needs no index.
       - The index is replaced by a rename and never half written. Where it is a link into a Hugging Face cache, the link is replaced and the
         cache's blob stays.
+      - The index that was there first is kept in the folder C(.dgxspark-pristine). A later run leaves it alone, unless the snapshot's
+        manifest (C(.dgxspark-snapshot.json)) says that a newer one has come.
       - V(checked) changes nothing, and fails on what V(present) would mend too. A wrong C(total_size) alone is only a warning.
     type: str
     choices: [checked, present]
     default: present
   require_mtp:
     description:
-      - Whether it is an error that no shard holds MTP tensors. Otherwise there is a warning if C(config.json) promises an MTP layer.
+      - Whether it is an error that MTP tensors are missing. Otherwise it is a warning, if C(config.json) promises an MTP layer.
+      - Of each promised layer all parts must be there, such as the projection C(fc), norms, attention, and every expert. Parts are known
+        for the naming of Qwen (C(mtp.layers.0)) and of DeepSeek and GLM (the layers after the last one).
     type: bool
     default: false
+  duplicates:
+    description:
+      - What to do about a tensor that is in more than one file. V(refuse) makes it an error.
+      - V(last_wins) lists the file that a loader reads last, and warns. Files are read in the order of their names, with digits as
+        numbers, as vLLM does. Such a checkpoint cannot be loaded with C(fastsafetensors), nor with several threads at once.
+    type: str
+    choices: [refuse, last_wins]
+    default: refuse
+  source:
+    description:
+      - Folder of the checkpoint that this one was made from. It is an error that a tensor of it is nowhere in this one, neither under its
+        own name nor packed.
+      - Only its headers are read. By default nothing is compared.
+    type: path
+  visible_root:
+    description:
+      - Folder that is mounted into the container that loads the checkpoint. Where a file that a server reads (weights, index,
+        configuration, tokenizer, templates) is a link, it must end inside of that folder, else it is an error that names the folder to
+        mount.
+      - By default links are only followed on this machine.
+    type: path
+  visible_at:
+    description:
+      - Path under which the container sees O(visible_root). Absolute links lead nowhere in there unless they begin with it.
+    type: path
+    default: /model
   index_name:
     description: File name of the index.
     type: str
@@ -60,6 +91,24 @@ EXAMPLES = r"""
   dgxspark.vllm.safetensors_index:
     path: /var/lib/dgxspark-vllm/checkpoints/Intel--Qwen3.5-122B-A10B-int4-AutoRound/4fd9ff65a6a4
     require_mtp: true
+
+- name: Accept a published checkpoint that has tensors twice
+  dgxspark.vllm.safetensors_index:
+    path: /srv/models/Qwen3.5-397B-A17B-int4
+    duplicates: last_wins
+  register: checkpoint
+
+- name: Check that a container which has the snapshot mounted sees all of it
+  dgxspark.vllm.safetensors_index:
+    path: /srv/cache/models--Qwen--Qwen3.5-35B-A3B-FP8/snapshots/{{ revision }}
+    state: checked
+    visible_root: /srv/cache/models--Qwen--Qwen3.5-35B-A3B-FP8/snapshots/{{ revision }}
+
+- name: Check that nothing was lost when a checkpoint was quantised
+  dgxspark.vllm.safetensors_index:
+    path: /srv/models/mine-int4
+    state: checked
+    source: /srv/models/mine-bf16
 
 - name: Only look
   dgxspark.vllm.safetensors_index:
@@ -98,6 +147,16 @@ duplicates:
   returned: always
   type: dict
   sample: {model.norm.weight: [model-00001-of-00002.safetensors, model-00002-of-00002.safetensors]}
+fast_loader_safe:
+  description: Whether a loader that wants each name in one file only, such as C(fastsafetensors), can load the checkpoint.
+  returned: always
+  type: bool
+  sample: true
+mtp_layers:
+  description: How many MTP layers C(config.json) promises, and of how many there is any tensor whose name tells the layer.
+  returned: always
+  type: dict
+  sample: {expected: 1, found: 1}
 mtp_tensors:
   description: Tensors of multi-token prediction layers, in any file. At most 20.
   returned: always
@@ -129,6 +188,16 @@ total_size:
   returned: always
   type: int
   sample: 75161927680
+files:
+  description: How many C(*.safetensors) files were read as part of the checkpoint.
+  returned: always
+  type: int
+  sample: 15
+bytes_read:
+  description: Bytes that were read, which are headers, the index and C(config.json), without those of O(source).
+  returned: always
+  type: int
+  sample: 6834518
 problems:
   description: What is wrong, apart from what this run has mended. Errors make the module fail; warnings do not.
   returned: always
@@ -141,7 +210,6 @@ problems:
       severity: error
 """
 
-import stat
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -149,15 +217,16 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils.changes import Changes
-from ..module_utils.files import atomic_write
 from ..module_utils.problems import Problem, describe, errors, problem
+from ..module_utils.safetensors_compare import Report, compare, difference
 from ..module_utils.safetensors_header import BadFile
-from ..module_utils.safetensors_index import INDEX_NAME, Report, compare, difference, index_text, read_checkpoint
+from ..module_utils.safetensors_index import INDEX_NAME, Checkpoint, read_checkpoint, replace_index
+from ..module_utils.safetensors_links import invisible_links
 
 LIMIT = 20
 
 
-def result_of(report: Report) -> dict[str, Any]:
+def result_of(found: Checkpoint, report: Report) -> dict[str, Any]:
     """The report as return values, long lists cut short."""
     lists = {
         "missing_shards": report.missing_shards,
@@ -174,9 +243,13 @@ def result_of(report: Report) -> dict[str, Any]:
     return {
         **{name: entries[:LIMIT] for name, entries in lists.items()},
         "duplicates": dict(islice(report.duplicates.items(), LIMIT)),
+        "fast_loader_safe": not report.duplicates,
+        "mtp_layers": {"expected": report.mtp_layers.expected, "found": report.mtp_layers.found},
         "counts": counts,
         "tensors": len(report.owner),
         "total_size": report.total_size,
+        "files": len(found.headers) + len(found.damaged),
+        "bytes_read": found.bytes_read,
     }
 
 
@@ -191,38 +264,59 @@ def finish(module: AnsibleModule, problems: list[Problem], result: dict[str, Any
     module.exit_json(problems=problems, **result, **changes.result())
 
 
-def write_index(path: Path, report: Report) -> list[Problem]:
-    """Replace the index, keeping its mode. The problem when that does not work."""
+def read(params: dict[str, Any]) -> tuple[Checkpoint, Checkpoint | None]:
+    """The checkpoint, and its source where there is one. BadFile when a folder cannot be read."""
+    folder = Path(params["path"])
+    found = read_checkpoint(folder, params["index_name"])
+    if params["visible_root"]:
+        found.problems += invisible_links(folder, found.entries, Path(params["visible_root"]), params["visible_at"])
+    source = read_checkpoint(Path(params["source"]), params["index_name"]) if params["source"] else None
+    if source:
+        for fault in [fault for faults in source.damaged.values() for fault in faults]:
+            found.problems.append({**fault, "evidence": f"source {params['source']}: {fault['evidence']}"})
+    return found, source
+
+
+def write_index(folder: Path, name: str, report: Report) -> list[Problem]:
+    """Replace the index. The problem when that does not work."""
     try:
-        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
-        atomic_write(path, index_text(report.mended or {}), mode, keep_owner=True)
+        replace_index(folder, name, report.mended or {})
     except OSError as failure:
         remedy = "Make room on the disk, or let this user write to the folder (become: true)."
-        return [problem("cannot_write", f"{path} cannot be written: {failure.strerror or failure}", remedy)]
+        return [problem("cannot_write", f"{folder / name} cannot be written: {failure.strerror or failure}", remedy)]
     return []
+
+
+def argument_problems(params: dict[str, Any]) -> list[Problem]:
+    """What is wrong with the arguments themselves."""
+    found, name, at = [], params["index_name"], params["visible_at"]
+    if "/" in name or name in ("", ".", ".."):
+        found.append(problem("bad_index_name", f"index_name is {name!r}", f"Give a bare file name, usually {INDEX_NAME}."))
+    if not at.startswith("/"):
+        found.append(problem("bad_visible_at", f"visible_at is {at!r}", "Give the absolute path of the mount in the container, as /model."))
+    return found
 
 
 def run(module: AnsibleModule) -> None:
     """Read, compare, and write what is certain."""
     folder, index_name = Path(module.params["path"]), module.params["index_name"]
     changes = Changes()
-    result = {"path": str(folder), **result_of(Report())}
-    if "/" in index_name or index_name in ("", ".", ".."):
-        fault = problem("bad_index_name", f"index_name is {index_name!r}", f"Give a bare file name, usually {INDEX_NAME}.")
-        return finish(module, [fault], result, changes)
+    result = {"path": str(folder), **result_of(Checkpoint(), Report())}
+    if faults := argument_problems(module.params):
+        return finish(module, faults, result, changes)
     try:
-        found = read_checkpoint(folder, index_name)
+        found, source = read(module.params)
     except BadFile as bad:
         return finish(module, bad.problems, result, changes)
-    report = compare(found, module.params["require_mtp"])
-    result |= result_of(report)
+    report = compare(found, module.params["require_mtp"], module.params["duplicates"] == "last_wins", source)
+    result |= result_of(found, report)
     problems = report.problems
     if module.params["state"] == "checked":
         problems = problems + report.mendable
     elif report.mended is not None:
         changes.add(str(folder / index_name), *difference(found, report))
         if not module.check_mode:
-            problems = problems + write_index(folder / index_name, report)
+            problems = problems + write_index(folder, index_name, report)
     return finish(module, problems, result, changes)
 
 
@@ -234,6 +328,10 @@ def main() -> None:
                 "path": {"type": "path", "required": True},
                 "state": {"type": "str", "choices": ["checked", "present"], "default": "present"},
                 "require_mtp": {"type": "bool", "default": False},
+                "duplicates": {"type": "str", "choices": ["refuse", "last_wins"], "default": "refuse"},
+                "source": {"type": "path"},
+                "visible_root": {"type": "path"},
+                "visible_at": {"type": "path", "default": "/model"},
                 "index_name": {"type": "str", "default": INDEX_NAME},
             },
             supports_check_mode=True,

@@ -278,3 +278,47 @@ def test_the_probe_needs_nothing_of_this_collection(tmp_path: Path) -> None:
     )
     report = json.loads(done.stdout.splitlines()[-1].removeprefix(gate_probe.MARK))
     assert "ModuleNotFoundError" in report["error"]
+
+
+# --- what a checkpoint may need -----------------------------------------------------------------------------------------------------
+
+QUANTIZATION = "model_executor/layers/quantization"
+
+
+@pytest.mark.parametrize(
+    ("files", "entries", "expected"),
+    [
+        ({}, [], []),
+        ({}, ["index_loader", "fp8_dispatch"], ["fp8_dispatch", "index_loader"]),
+        ({}, ["int8_lm_head"], ["int8_lm_head"]),
+        # A vLLM that was patched: one file until 0.28, a package since.
+        ({"inc.py": "from x.fp8 import Fp8Config, Fp8LinearMethod"}, [], ["fp8_dispatch"]),
+        ({"inc/inc.py": "return fp8.Fp8LinearMethod(config)"}, ["index_loader"], ["fp8_dispatch", "index_loader"]),
+        ({"auto_round.py": "Fp8LinearMethod"}, ["fp8_dispatch"], ["fp8_dispatch"]),
+        # vLLM as it is: no word of it in what chooses a layer's method; FP8 as a scheme for whole checkpoints only (0.29 and newer).
+        ({"inc.py": "return UnquantizedLinearMethod()"}, [], []),
+        ({"inc/inc.py": "resolve_scheme(layer)", "inc/schemes/inc_fp8_linear.py": "import Fp8LinearMethod"}, [], []),
+        ({"fp8.py": "class Fp8LinearMethod: pass", "inc.py": "class INCFp8LinearMethodish: pass"}, [], []),
+        ({"inc.py": "\xff\xfe"}, [], []),
+    ],
+)
+def test_features(
+    vllm: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    files: dict[str, str],
+    entries: list[str],
+    expected: list[str],
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "vllm" / QUANTIZATION / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode("latin-1"))
+    vllm["vllm"].__path__ = [str(tmp_path / "vllm")]
+    info = tmp_path / "site" / "kernels-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 1\n")
+    lines = [f"{name} = kernels.{name}:register" for name in entries]
+    (info / "entry_points.txt").write_text("\n".join(["[dgxspark_vllm.features]", *lines, "[other]", "not_a_feature = x:y"]))
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert examine(GOOD, {})["features"] == expected

@@ -13,6 +13,8 @@ from ansible_collections.dgxspark.vllm.plugins.module_utils.image_gate import (
     FIND_PYTHON,
     baked_environment,
     gate_key,
+    needs_of,
+    needs_problems,
     probe_command,
     probe_failure,
     problems_of,
@@ -181,3 +183,48 @@ def test_no_answer(code: int, output: str, timed_out: bool, class_: str) -> None
 )
 def test_network_settings_in_the_image(baked: list[str], environment: dict[str, str], count: int) -> None:
     assert len(baked_environment(baked, environment)) == count
+
+
+@pytest.mark.parametrize("manifest", [None, [], "x", {}, {"needs": None}, {"needs": "fp8_dispatch"}, {"needs": [1]}, {"needs": {}}])
+def test_a_manifest_that_does_not_say_what_it_needs_is_refused(manifest: Any) -> None:
+    needs, found = needs_of(manifest, "/ckpt/.dgxspark-hybrid.json")
+    assert needs == [] and [(p["class"], p["severity"]) for p in found] == [("checkpoint_needs_unknown", "error")]
+    assert "/ckpt/.dgxspark-hybrid.json" in found[0]["evidence"]
+
+
+@pytest.mark.parametrize("needs", [[], ["fp8_dispatch"], ["fp8_dispatch", "index_loader"], ["something_new"]])
+def test_what_a_manifest_needs(needs: list[str]) -> None:
+    assert needs_of({"needs": needs, "mode": "x"}, "m") == (needs, [])
+
+
+@pytest.mark.parametrize(
+    ("needs", "features", "lacking"),
+    [
+        ([], [], []),
+        ([], ["fp8_dispatch"], []),
+        (["fp8_dispatch"], ["fp8_dispatch"], []),
+        (["fp8_dispatch"], [], ["fp8_dispatch"]),
+        (["fp8_dispatch", "index_loader"], ["fp8_dispatch"], ["index_loader"]),
+        (["fp8_dispatch", "index_loader"], [], ["fp8_dispatch", "index_loader"]),
+        (["fp8_dispatch"], ["FP8_DISPATCH", "fp8"], ["fp8_dispatch"]),
+        # Names that this release does not know: only an image that offers them will do.
+        (["something_new"], ["fp8_dispatch", "index_loader"], ["something_new"]),
+        (["something_new"], ["something_new"], []),
+        (["", "fp8_dispatch"], ["fp8_dispatch"], [""]),
+    ],
+)
+def test_what_an_image_lacks(needs: list[str], features: list[str], lacking: list[str]) -> None:
+    gate = {**CLEAN, "vllm": "0.32.0", "features": features}
+    found = needs_problems(needs, gate, "/ckpt", "the image of m.json (sha256:ab)")
+    assert [(p["class"], p["severity"]) for p in found] == [("checkpoint_needs", "error")] * len(lacking)
+    for need, fault in zip(lacking, found, strict=True):
+        assert fault["evidence"].startswith(f"/ckpt needs {need} (") and "the image of m.json (sha256:ab), vLLM 0.32.0" in fault["evidence"]
+        assert "image profile with the kernels package" in fault["remedy"]
+        assert ("checkpoint.hybrid: materialize" in fault["remedy"]) is (need == "index_loader")
+        assert ("of the release that made the checkpoint" in fault["remedy"]) is (need not in ("fp8_dispatch", "index_loader"))
+
+
+@pytest.mark.parametrize("features", [None, [], {}])
+def test_a_report_without_features_has_none(features: Any) -> None:
+    assert len(needs_problems(["fp8_dispatch"], {**CLEAN, "features": features}, "c", "i")) == 1
+    assert len(needs_problems(["fp8_dispatch"], CLEAN, "c", "i")) == 1

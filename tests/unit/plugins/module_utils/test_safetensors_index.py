@@ -1,197 +1,32 @@
 # Copyright (c) dgxspark.vllm authors
 # Apache License 2.0 (see LICENSE or https://www.apache.org/licenses/LICENSE-2.0)
-"""Index against headers: every fault has its class, and the mended index follows from the headers alone."""
+"""A checkpoint's folder as it is read, and its index as it is replaced."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+import stat
+from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.dgxspark.vllm.plugins.module_utils.problems import errors
-from ansible_collections.dgxspark.vllm.plugins.module_utils.safetensors_header import BadFile, Header, Tensor, parse_json
+import synthetic_checkpoint as synthetic
+from ansible_collections.dgxspark.vllm.plugins.module_utils.safetensors_compare import compare
+from ansible_collections.dgxspark.vllm.plugins.module_utils.safetensors_header import BadFile, Header, Tensor
 from ansible_collections.dgxspark.vllm.plugins.module_utils.safetensors_index import (
+    INDEX_NAME,
+    PRISTINE,
+    SNAPSHOT,
     Checkpoint,
-    Report,
-    compare,
-    difference,
-    index_text,
     is_shard_name,
-    missing_numbers,
-    mtp_names,
     parse_index,
-    promised_mtp_layers,
+    read_checkpoint,
+    replace_index,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-S1, S2, S3 = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
-
-
-def shard(name: str, tensors: dict[str, int] | list[str], **metadata: str) -> Header:
-    """A header in memory. tensors: names to bytes, or just names of one byte each."""
-    sizes = tensors if isinstance(tensors, dict) else dict.fromkeys(tensors, 1)
-    at, entries = 0, {}
-    for tensor, size in sizes.items():
-        entries[tensor] = Tensor("U8", (size,), at, at + size)
-        at += size
-    return Header(name, entries, metadata or {"format": "pt"}, 100, 100 + at)
-
-
-def checkpoint(
-    shards: dict[str, dict[str, int] | list[str]], index: dict[str, Any] | None, config: dict[str, Any] | None = None, **metadata: Any
-) -> Checkpoint:
-    found = Checkpoint(headers={name: shard(name, tensors) for name, tensors in shards.items()}, config=config or {})
-    if index is not None:
-        document = {**({"metadata": metadata} if metadata else {}), "weight_map": index}
-        found.index_exists = True
-        found.index, found.problems = parse_index(json.dumps(document).encode())
-    return found
-
-
-def classes(report: Report) -> list[str]:
-    return [p["class"] for p in report.problems]
-
-
-def mendable(report: Report) -> list[str]:
-    return [p["class"] for p in report.mendable]
-
-
-def evidence(report: Report, class_: str) -> str:
-    (fault,) = (p for p in [*report.problems, *report.mendable] if p["class"] == class_)
-    return fault["evidence"]
-
-
-# ------------------------------------------------------------------------------------------------------------ index to disk
-
-
-def test_a_listed_shard_is_missing() -> None:
-    report = compare(checkpoint({S1: ["a"]}, {"a": S1, "b": S2, "c": S2}))
-    assert report.missing_shards == [S2]
-    assert classes(report) == ["missing_shard"] and report.mended is None
-    assert evidence(report, "missing_shard") == f"model.safetensors.index.json lists 1 file not in the folder: {S2} (2 tensors, such as b)"
-    assert "incomplete" in report.problems[0]["remedy"]
-
-
-def test_shards_are_what_the_index_names_whatever_their_names() -> None:
-    names = [f"layers-{number}.safetensors" for number in range(66)]
-    shards = {name: [name] for name in names if name != "layers-22.safetensors"}
-    report = compare(checkpoint(dict(shards), {name: name for name in names}))
-    assert report.missing_shards == ["layers-22.safetensors"]
-
-
-def test_an_index_of_another_split_is_told_from_an_incomplete_download() -> None:
-    report = compare(checkpoint({"x.safetensors": ["a"], "y.safetensors": ["b"]}, {"a": S1, "b": S2}))
-    assert report.missing_shards == [S1, S2] and report.mended is None
-    assert "all their tensors are in other files" in evidence(report, "missing_shard")
-    assert "delete it" in report.problems[0]["remedy"]
-
-
-def test_one_missing_tensor_is_diagnosed_three_ways() -> None:
-    shards = {S1: ["a", "new"], S2: ["b"]}
-    report = compare(checkpoint(dict(shards), {"a": S1, "b": S2, "absent.scale": S3, "lost.scale": S2}))
-    assert "new in " + S1 in evidence(report, "unlisted_tensor")
-    assert S3 in evidence(report, "missing_shard") and "absent.scale" in evidence(report, "missing_shard")
-    assert "lost.scale (not in " + S2 in evidence(report, "lost_tensor")
-    assert report.lost == ["lost.scale"] and report.mended is None
-    assert len(errors(report.problems)) == 2
-
-
-def test_an_entry_that_names_the_wrong_file_is_corrected_when_one_other_has_the_tensor() -> None:
-    report = compare(checkpoint({S1: ["a"], S2: ["b", "mtp.x"]}, {"a": S1, "b": S1, "mtp.x": S1}))
-    assert report.corrected == {"b": (S1, S2), "mtp.x": (S1, S2)}
-    assert classes(report) == [] and mendable(report) == ["wrong_owner"]
-    assert report.mended and report.mended["weight_map"] == {"a": S1, "b": S2, "mtp.x": S2}
-
-
-def test_an_entry_that_names_the_wrong_file_is_not_corrected_when_two_others_have_the_tensor() -> None:
-    report = compare(checkpoint({S1: ["a"], S2: ["b"], S3: ["b"]}, {"a": S1, "b": S1}))
-    assert classes(report) == ["duplicate_tensor"] and not report.corrected and report.mended is None
-
-
-# ------------------------------------------------------------------------------------------------------------ disk to index
-
-
-def test_duplicates_are_reported_with_the_indexed_owner_and_never_picked() -> None:
-    found = checkpoint({S1: {"w1": 1, "w2": 2}, S2: {"w2": 30, "w3": 400}}, {"w1": S1, "w2": S2, "w3": S2}, total_size=431)
-    report = compare(found)
-    assert report.duplicates == {"w2": [S1, S2]}
-    assert evidence(report, "duplicate_tensor") == f"1 tensor in more than one file: w2 in {S1} and {S2} (the index names {S2})"
-    assert classes(report) == ["duplicate_tensor"] and report.mended is None
-    assert report.total_size == 431 and mendable(report) == []
-
-
-def test_duplicates_in_files_that_are_not_listed() -> None:
-    report = compare(checkpoint({S1: ["a"], "copy.safetensors": ["a"], "x.safetensors": ["a", "b"]}, {"a": S1}))
-    assert report.duplicates == {"a": [S1, "copy.safetensors", "x.safetensors"]}
-    assert report.unlisted_files == {"copy.safetensors": 0, "x.safetensors": 1}
-    assert report.mended is None
-    report = compare(checkpoint({S1: ["a"], S2: ["a"]}, None))
-    assert "the index names none of them" in evidence(report, "duplicate_tensor") and report.mended is None
-
-
-def test_the_two_kinds_of_unlisted_are_kept_apart() -> None:
-    report = compare(checkpoint({S1: ["a", "inside"], "extra.safetensors": ["x", "y"]}, {"a": S1}))
-    assert report.unlisted_tensors == ["inside"]
-    assert report.unlisted_files == {"extra.safetensors": 2}
-    assert mendable(report) == ["unlisted_tensor", "unlisted_file"] and not report.problems
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "mtp.safetensors",
-        "model-mtp-of-00005.safetensors",
-        "model_extra_tensors.safetensors",
-        "model.mtp.safetensors",
-        S3,
-        "zzz.safetensors",
-    ],
-)
-@pytest.mark.parametrize("listed", [False, True])
-def test_tensors_of_a_file_of_any_name_are_listed_with_their_true_owner(name: str, listed: bool) -> None:
-    shards = {S1: {"a": 4, "mtp.in_shard": 1}, S2: {"b": 8}, name: {f"mtp.{number}": 2 for number in range(31)}}
-    index = {"a": S1, "b": S2, **(dict.fromkeys(shards[name], name) if listed else {})}
-    report = compare(checkpoint(dict(shards), index, total_size=12, total_parameters=77), require_mtp=True)
-    assert report.mended is not None and not report.problems
-    assert report.mended["weight_map"] == {tensor: file for file, tensors in shards.items() for tensor in tensors}
-    assert report.mended["metadata"] == {"total_size": 4 + 1 + 8 + 62, "total_parameters": 77}
-    assert len(report.mtp_tensors) == 32
-    assert report.unlisted_files == ({} if listed else {name: 31})
-    assert report.unlisted_tensors == ["mtp.in_shard"]
-
-
-def test_a_sound_checkpoint_has_no_finding_even_with_uneven_shards() -> None:
-    report = compare(checkpoint({S1: {"a": 5_000_000_000}, S2: {"b": 5_000_000_000}, S3: {"c": 2}}, {"a": S1, "b": S2, "c": S3}))
-    assert (report.problems, report.mendable, report.mended) == ([], [], None)
-    assert report.total_size == 10_000_000_002
-
-
-# ------------------------------------------------------------------------------------------------------------- total_size
-
-
-@pytest.mark.parametrize("value", [12 + 200, 0, 13, 12.0, "12", None, True, [12]])
-def test_a_wrong_total_size_is_a_warning_and_is_mended(value: Any) -> None:
-    report = compare(checkpoint({S1: {"a": 4}, S2: {"b": 8}}, {"a": S1, "b": S2}, total_size=value, note="kept"))
-    assert not report.problems
-    assert [(p["class"], p["severity"]) for p in report.mendable] == [("wrong_total_size", "warning")]
-    assert report.mended and report.mended["metadata"] == {"total_size": 12, "note": "kept"}
-
-
-@pytest.mark.parametrize("metadata", [{}, {"note": "no total_size"}, {"total_size": 12}])
-def test_a_missing_total_size_alone_is_no_reason_to_write(metadata: dict[str, Any]) -> None:
-    report = compare(checkpoint({S1: {"a": 4}, S2: {"b": 8}}, {"a": S1, "b": S2}, **metadata))
-    assert (report.problems, report.mendable, report.mended) == ([], [], None)
-
-
-def test_other_keys_of_the_index_survive() -> None:
-    found = checkpoint({S1: ["a", "b"]}, {"a": S1})
-    found.index, _ = parse_index(json.dumps({"weight_map": {"a": S1}, "metadata": None, "written_by": {"x": [1]}}).encode())
-    report = compare(found)
-    assert report.mended == {"written_by": {"x": [1]}, "metadata": {"total_size": 2}, "weight_map": {"a": S1, "b": S1}}
-
-
-# -------------------------------------------------------------------------------------------------------------- the index file
+S1, S2 = (f"model-0000{number}-of-00003.safetensors" for number in (1, 2))
 
 
 @pytest.mark.parametrize(
@@ -259,9 +94,13 @@ def test_metadata_that_is_no_object(metadata: Any) -> None:
 )  # fmt: skip
 def test_entries_that_are_no_bare_file_name_are_rejected_by_tensor(value: Any) -> None:
     assert not is_shard_name(value)
-    report = compare(checkpoint({S1: ["a", "evil.weight"]}, {"a": S1, "evil.weight": value}))
-    assert classes(report) == ["index_bad_file_name"] and report.mended is None
-    assert f"evil.weight -> {json.dumps(value)}" in evidence(report, "index_bad_file_name")
+    found = Checkpoint(headers={S1: Header(S1, dict.fromkeys(("a", "evil.weight"), Tensor("U8", (0,), 0, 0)), {"format": "pt"}, 8, 8)})
+    found.index_exists = True
+    found.index, found.problems = parse_index(json.dumps({"weight_map": {"a": S1, "evil.weight": value}}).encode())
+    report = compare(found)
+    (fault,) = report.problems
+    assert fault["class"] == "index_bad_file_name" and report.mended is None
+    assert f"evil.weight -> {json.dumps(value)}" in fault["evidence"]
     # The tensor is not said to be unlisted on top of that.
     assert not report.unlisted_tensors and not report.missing_shards
 
@@ -276,193 +115,126 @@ def test_many_odd_entries_are_one_problem() -> None:
     assert len(problems) == 1 and "and 990 more" in problems[0]["evidence"]
 
 
-# ------------------------------------------------------------------------------------------------------------- no index at all
+# -------------------------------------------------------------------------------------------------------------------- the folder
 
 
-def test_a_single_shard_needs_no_index() -> None:
-    report = compare(checkpoint({"model.safetensors": ["a", "mtp.x"]}, None), require_mtp=True)
-    assert (report.problems, report.mendable, report.mended) == ([], [], None)
-    assert report.owner == dict.fromkeys(["a", "mtp.x"], "model.safetensors")
-
-
-@pytest.mark.parametrize("names", [("model.safetensors", "mtp.safetensors"), (S1, S2, S3), ("layers-0.safetensors", "x.safetensors")])
-def test_several_shards_get_an_index(names: tuple[str, ...]) -> None:
-    report = compare(checkpoint({name: {f"t.{name}": 3} for name in names}, None))
-    assert mendable(report) == ["missing_index"] and not report.problems
-    assert report.mended == {"metadata": {"total_size": 3 * len(names)}, "weight_map": {f"t.{name}": name for name in sorted(names)}}
+def test_only_headers_and_json_are_read(tmp_path: Path) -> None:
+    synthetic.write_source(tmp_path, 3_000_000)
+    lengths = [path.read_bytes()[:8] for path in tmp_path.glob("*.safetensors")]
+    headers = sum(8 + int.from_bytes(length, "little") for length in lengths)
+    small = sum((tmp_path / name).stat().st_size for name in (INDEX_NAME, "config.json"))
+    found = read_checkpoint(tmp_path)
+    assert found.bytes_read == headers + small and len(found.headers) == len(lengths) == 4 and not found.problems
 
 
 @pytest.mark.parametrize(
-    ("names", "missing"),
+    ("content", "count"),
+    [(b"", 0), (b"\1", 1), (bytes(100), 8), (b"<html>" + b" " * 5000, 1024), ((50).to_bytes(8, "little") + b"[" * 50 + b"x" * 9000, 58)],
+)
+def test_what_was_read_of_damaged_files_counts_too(tmp_path: Path, content: bytes, count: int) -> None:
+    (tmp_path / S1).write_bytes(content)
+    found = read_checkpoint(tmp_path)
+    assert list(found.damaged) == [S1] and found.bytes_read == count
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_json_file_without_a_byte_is_an_interrupted_download(tmp_path: Path, name: str) -> None:
+    synthetic.write_source(tmp_path)
+    assert not read_checkpoint(tmp_path).problems
+    (tmp_path / name).write_bytes(b"")
+    (tmp_path / "merges.txt").write_bytes(b"")  # may be empty
+    (fault,) = read_checkpoint(tmp_path).problems
+    assert fault["class"] == "file_empty" and fault["severity"] == "error" and name in fault["evidence"]
+
+
+@pytest.mark.parametrize(
+    ("name", "class_"),
     [
-        ([S1], [S2, S3]),
-        ([S1, S3], [S2]),
-        ([S1, S2, S3], []),
-        (["m-00000-of-00002.safetensors", "m-00001-of-00002.safetensors"], []),
-        (["m-00000-of-00002.safetensors"], ["m-00001-of-00002.safetensors"]),
-        (["m-1-of-2.safetensors"], ["m-2-of-2.safetensors"]),
-        (["model-00001-of-00001.safetensors"], []),
-        (["model-mtp-of-00005.safetensors", "model.safetensors"], []),
+        ("tokenizer.json", "file_broken_link"),
+        ("chat_template.jinja", "file_broken_link"),
+        ("config.json", "config_broken_link"),
+        (INDEX_NAME, "index_broken_link"),
+        (S1, "shard_broken_link"),
+        ("README.md", ""),
+        (".cache.json", ""),
     ],
 )
-def test_without_an_index_the_numbers_in_the_names_tell_what_is_missing(names: list[str], missing: list[str]) -> None:
-    assert missing_numbers(names) == missing
-    report = compare(checkpoint({name: [name] for name in names}, None))
-    assert report.missing_shards == missing
-    assert classes(report) == (["missing_shard"] if missing else [])
+def test_links_that_lead_nowhere(tmp_path: Path, name: str, class_: str) -> None:
+    synthetic.write_source(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("../../blobs/0123abcd")
+    found = read_checkpoint(tmp_path)
+    faults = [*found.problems, *found.damaged.get(name, [])]
+    assert [fault["class"] for fault in faults] == ([class_] if class_ else [])
+    if class_:
+        assert "../../blobs/0123abcd" in faults[0]["evidence"] and "Hugging Face cache" in faults[0]["evidence"]
 
 
-def test_an_empty_folder() -> None:
-    report = compare(checkpoint({}, None))
-    assert classes(report) == ["no_shards"]
+# ------------------------------------------------------------------------------------------------------------ the index, replaced
 
 
-def test_files_without_any_tensor_get_no_index() -> None:
-    report = compare(checkpoint({S1: [], S2: [], S3: []}, None))
-    assert classes(report) == ["no_tensors"] and not report.mendable and report.mended is None
+def snapshot_says(folder: Path, content: bytes) -> None:
+    """A finished snapshot whose index has this content."""
+    files = {INDEX_NAME: {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}}
+    (folder / SNAPSHOT).write_text(json.dumps({"format": 1, "files": files}))
 
 
-def test_an_unreadable_index_is_not_replaced_by_a_new_one() -> None:
-    found = checkpoint({S1: ["a"], S2: ["b"], S3: ["c"]}, None)
-    found.index_exists = True
-    with pytest.raises(BadFile) as refusal:
-        parse_index(b"{")
-    found.problems = refusal.value.problems
-    report = compare(found)
-    assert classes(report) == ["index_not_json"] and report.mended is None
+@pytest.mark.parametrize("with_manifest", [False, True])
+def test_the_first_original_is_kept_through_all_later_runs(tmp_path: Path, with_manifest: bool) -> None:
+    index, kept = tmp_path / INDEX_NAME, tmp_path / PRISTINE / INDEX_NAME
+    index.write_bytes(b"original")
+    index.chmod(0o640)
+    if with_manifest:
+        snapshot_says(tmp_path, b"original")
+    for number in range(3):
+        replace_index(tmp_path, INDEX_NAME, {"weight_map": {"a": number}})
+        assert kept.read_bytes() == b"original" and json.loads(index.read_text()) == {"weight_map": {"a": number}}
+        assert stat.S_IMODE(index.stat().st_mode) == stat.S_IMODE(kept.stat().st_mode) == 0o640
+    assert sorted(os.listdir(tmp_path / PRISTINE)) == [INDEX_NAME]
 
 
-# ---------------------------------------------------------------------------------------------------------------- damaged shards
+def test_a_newer_snapshot_brings_a_newer_original(tmp_path: Path) -> None:
+    index, kept = tmp_path / INDEX_NAME, tmp_path / PRISTINE / INDEX_NAME
+    index.write_bytes(b"old")
+    snapshot_says(tmp_path, b"old")
+    replace_index(tmp_path, INDEX_NAME, {})
+    index.write_bytes(b"new")
+    snapshot_says(tmp_path, b"new")
+    replace_index(tmp_path, INDEX_NAME, {})
+    assert kept.read_bytes() == b"new"
+    # What is neither the kept one nor the snapshot's is somebody's own work.
+    index.write_bytes(b"edited")
+    replace_index(tmp_path, INDEX_NAME, {})
+    snapshot_says(tmp_path, b"another")
+    replace_index(tmp_path, INDEX_NAME, {})
+    assert kept.read_bytes() == b"new"
 
 
-def test_damaged_shards_do_not_raise_false_alarms() -> None:
-    found = checkpoint({S1: ["a"]}, {"a": S1, "mtp.x": S2}, {"mtp_num_hidden_layers": 1})
-    with pytest.raises(BadFile) as refusal:
-        parse_index(b"[]")
-    found.damaged[S2] = refusal.value.problems
-    report = compare(found, require_mtp=True)
-    assert classes(report) == ["index_not_object"] and not report.missing_shards and report.mended is None
+@pytest.mark.parametrize("manifest", ["", "[]", '{"files": []}', json.dumps({"files": {INDEX_NAME: 5}}), "{}"])
+def test_a_manifest_that_says_nothing(tmp_path: Path, manifest: str) -> None:
+    (tmp_path / INDEX_NAME).write_bytes(b"old")
+    (tmp_path / SNAPSHOT).write_text(manifest)
+    replace_index(tmp_path, INDEX_NAME, {})
+    replace_index(tmp_path, INDEX_NAME, {"again": 1})
+    assert (tmp_path / PRISTINE / INDEX_NAME).read_bytes() == b"old"
 
 
-# ------------------------------------------------------------------------------------------------------------------------- MTP
+def test_without_an_index_there_is_no_original(tmp_path: Path) -> None:
+    replace_index(tmp_path, INDEX_NAME, {"a": 1})
+    assert os.listdir(tmp_path) == [INDEX_NAME]
 
 
-@pytest.mark.parametrize(
-    ("config", "where"),
-    [
-        ({"mtp_num_hidden_layers": 1}, ("mtp_num_hidden_layers", 1)),
-        ({"text_config": {"mtp_num_hidden_layers": 2}}, ("text_config.mtp_num_hidden_layers", 2)),
-        ({"num_nextn_predict_layers": 1}, ("num_nextn_predict_layers", 1)),
-        ({"text_config": {"num_nextn_predict_layers": 1}}, ("text_config.num_nextn_predict_layers", 1)),
-        ({"mtp_num_hidden_layers": 0}, ("", 0)),
-        ({"mtp_num_hidden_layers": None}, ("", 0)),
-        ({"mtp_num_hidden_layers": "1"}, ("", 0)),
-        ({"mtp_num_hidden_layers": True}, ("", 0)),
-        ({"text_config": []}, ("", 0)),
-        ({}, ("", 0)),
-    ],
-)
-@pytest.mark.parametrize("require", [False, True])
-def test_mtp_that_the_config_promises_and_no_shard_has(config: dict[str, Any], where: tuple[str, int], require: bool) -> None:
-    assert promised_mtp_layers(config) == where
-    report = compare(checkpoint({S1: ["a", "b"]}, {"a": S1, "b": S1}, config), require_mtp=require)
-    found = [(p["class"], p["severity"]) for p in report.problems]
-    assert found == ([("mtp_missing", "error")] if require else [("mtp_missing", "warning")] if where[1] else [])
-    if found:
-        assert "2 tensors in 1 file" in evidence(report, "mtp_missing") and where[0] in evidence(report, "mtp_missing")
-
-
-@pytest.mark.parametrize(
-    "name", ["mtp.fc.weight", "model.mtp.layers.0.x", "model.mtp_layers.0.x", "MTP.x", "model.nextn.x", "a.shared_nextn.b"]
-)
-def test_names_of_mtp_tensors(name: str) -> None:
-    assert mtp_names([name, "model.layers.0.x", "lm_head.weight", "smtp.weight"], {}) == [name]
-
-
-def test_mtp_layers_that_are_counted_on_after_the_last_layer() -> None:
-    names = ["model.layers.59.x", "model.layers.60.eh_proj.weight", "model.layers.61.x", "model.layers.600.x", "visual.layers.60.x"]
-    config = {"num_hidden_layers": 60, "num_nextn_predict_layers": 1}
-    assert mtp_names(names, config) == ["model.layers.60.eh_proj.weight"]
-    assert mtp_names(["model.language_model.layers.60.x"], {"text_config": config}) == ["model.language_model.layers.60.x"]
-    assert mtp_names(names, {"num_hidden_layers": 60}) == []
-    assert mtp_names(names, {"num_hidden_layers": 60, "mtp_num_hidden_layers": 1}) == []
-
-
-# -------------------------------------------------------------------------------------------------------------------- warnings
-
-
-def test_metadata_without_format_and_files_without_tensors_are_warnings() -> None:
-    found = checkpoint({S1: ["a"], S2: []}, {"a": S1})
-    found.headers[S1] = shard(S1, ["a"], format="mlx")
-    report = compare(found)
-    assert [(p["class"], p["severity"]) for p in report.problems] == [("format_missing", "warning"), ("no_tensors", "warning")]
-    assert S1 in evidence(report, "format_missing") and S2 in evidence(report, "no_tensors")
-
-
-# ---------------------------------------------------------------------------------------------------------------- the difference
-
-
-def test_the_difference_is_short_however_much_is_added() -> None:
-    found = checkpoint({S1: ["a"], "mtp.safetensors": [f"mtp.{number:03}" for number in range(785)]}, {"a": S1}, total_size=1)
-    before, after = difference(found, compare(found))
-    assert before == "tensors: 1\nfiles: 1\ntotal_size: 1\n"
-    assert after.startswith("tensors: 786\nfiles: 2\ntotal_size: 786\nadded: 785\n  mtp.000: mtp.safetensors\n")
-    assert after.endswith("  mtp.009: mtp.safetensors\n  and 775 more\n") and len(after.splitlines()) == 15
-
-
-def test_the_difference_of_corrections() -> None:
-    found = checkpoint({S1: ["a"], S2: ["b"]}, {"a": S1, "b": S1}, total_size=2)
-    before, after = difference(found, compare(found))
-    assert before == f"tensors: 2\nfiles: 1\ntotal_size: 2\nwrong: 1\n  b: {S1}\n"
-    assert after == f"tensors: 2\nfiles: 2\ntotal_size: 2\ncorrected: 1\n  b: {S2}\n"
-
-
-def test_the_difference_of_a_new_index_and_of_none() -> None:
-    found = checkpoint({S1: ["a"], S2: ["b"], S3: ["c"]}, None)
-    assert difference(found, compare(found))[0] == ""
-    found = checkpoint({S1: ["a"]}, {"a": S1})
-    assert difference(found, compare(found)) == ("", "")
-
-
-# ----------------------------------------------------------------------------------------------------------------------- at random
-
-FILES = ["a.safetensors", "b.safetensors", "mtp.safetensors"]
-NAMES = ["t1", "t2", "mtp.t3", "t4"]
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.dictionaries(st.sampled_from(FILES), st.dictionaries(st.sampled_from(NAMES), st.integers(0, 9)), min_size=1),
-    st.none() | st.dictionaries(st.sampled_from(NAMES), st.sampled_from(FILES), min_size=1),
-    st.sampled_from([{}, {"total_size": 7}, {"note": 1}]),
-)
-def test_a_mended_index_is_right_and_needs_no_further_mending(
-    shards: dict[str, dict[str, int]], index: dict[str, str] | None, metadata: dict[str, Any]
-) -> None:
-    found = checkpoint(dict(shards), index, **metadata)
-    report = compare(found)
-    owners = {tensor: [file for file in shards if tensor in shards[file]] for tensor in NAMES}
-    lossless = all(
-        file in shards and (tensor in shards[file] or len(owners[tensor]) == 1) for tensor, file in (index or {}).items()
-    ) and all(len(files) < 2 for files in owners.values())
-    assert bool(errors(report.problems)) is not lossless
-    if not lossless:
-        assert report.mended is None
-        return
-    expected = {tensor: files[0] for tensor, files in owners.items() if files}
-    before, after = difference(found, report)
-    assert (before != after) is (report.mended is not None)
-    assert (report.mended is not None) is bool(report.mendable)
-    if report.mended is None:
-        assert index is None or index == expected
-        return
-    assert report.mended["weight_map"] == expected
-    assert report.mended["metadata"] == {**metadata, "total_size": sum(size for sizes in shards.values() for size in sizes.values())} or (
-        index is None
-    )
-    text = index_text(report.mended)
-    assert parse_json(text.encode()) == (report.mended, [])
-    found.index_exists = True
-    found.index, found.problems = parse_index(text.encode())
-    again = compare(found)
-    assert again.mended is None and not again.mendable and not errors(again.problems)
+@pytest.mark.parametrize("link", ["../../blobs/0a", "../../snapshots/two/{index}", "{absolute}"])
+def test_nothing_is_written_through_a_link(tmp_path: Path, link: str) -> None:
+    blobs, one, two = tmp_path / "blobs", tmp_path / "snapshots" / "one", tmp_path / "snapshots" / "two"
+    for folder in (blobs, one, two):
+        folder.mkdir(parents=True)
+    (blobs / "0a").write_bytes(b"blob")
+    (two / INDEX_NAME).symlink_to("../../blobs/0a")
+    (one / INDEX_NAME).symlink_to(link.format(index=INDEX_NAME, absolute=blobs / "0a"))
+    before = (blobs / "0a").stat()
+    replace_index(one, INDEX_NAME, {"a": 1})
+    after = (blobs / "0a").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns) and (blobs / "0a").read_bytes() == b"blob"
+    assert not (one / INDEX_NAME).is_symlink() and (two / INDEX_NAME).is_symlink()
+    assert (one / PRISTINE / INDEX_NAME).read_bytes() == b"blob" and not (one / PRISTINE / INDEX_NAME).is_symlink()

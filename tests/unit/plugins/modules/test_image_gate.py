@@ -20,6 +20,7 @@ REPORT = {
     "machine": "aarch64",
     "extension": "ok",
     "plugins": [],
+    "features": ["fp8_dispatch"],
     "options": 430,
     "platform_made_up": True,
     "skipped": [],
@@ -162,6 +163,65 @@ def test_warnings_are_shown(ask: Runner, docker: Docker) -> None:
     docker.report = {**REPORT, "findings": [{"kind": "abbreviated_option", "option": "--max-num-b", "meant": ["--max-num-batched-tokens"]}]}
     result = ask()
     assert not result.get("failed") and "max-num-batched-tokens" in json.dumps(result["warnings"])
+
+
+def hybrid(tmp_path: Path, text: str) -> str:
+    folder = tmp_path / "checkpoint"
+    folder.mkdir(exist_ok=True)
+    (folder / ".dgxspark-hybrid.json").write_text(text)
+    return str(folder)
+
+
+def test_a_checkpoint_that_the_image_can_load(ask: Runner, docker: Docker, tmp_path: Path) -> None:
+    result = ask(checkpoint=hybrid(tmp_path, '{"needs": ["fp8_dispatch"]}'))
+    assert not result.get("failed") and result["needs"] == ["fp8_dispatch"] and result["gate"]["features"] == ["fp8_dispatch"]
+    # The same image is not asked anew for another checkpoint.
+    lacking = ask(checkpoint=hybrid(tmp_path, '{"needs": ["fp8_dispatch", "index_loader"]}'))
+    assert lacking["failed"] and docker.runs == 1 and lacking["needs"] == ["fp8_dispatch", "index_loader"] and lacking["gate"]["cached"]
+    assert [p["class"] for p in lacking["problems"]] == ["checkpoint_needs"]
+    for text in (f"{tmp_path}/checkpoint needs index_loader", "image.json (sha256:abab", "vLLM 0.32.0", "checkpoint.hybrid: materialize"):
+        assert text in lacking["msg"]
+
+
+@pytest.mark.parametrize("checkpoint", [None, "absent", "plain"])
+def test_a_checkpoint_that_needs_nothing(ask: Runner, docker: Docker, tmp_path: Path, checkpoint: str | None) -> None:
+    docker.report = {**REPORT, "features": []}
+    (tmp_path / "plain").mkdir()
+    result = ask(**({"checkpoint": str(tmp_path / checkpoint)} if checkpoint else {}))
+    assert not result.get("failed") and result["needs"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "class_"),
+    [
+        ("", "checkpoint_needs_unknown"),
+        ("{", "checkpoint_needs_unknown"),
+        ("[]", "checkpoint_needs_unknown"),
+        ("{}", "checkpoint_needs_unknown"),
+        ('{"needs": "fp8_dispatch"}', "checkpoint_needs_unknown"),
+        ('{"needs": ["something_new"]}', "checkpoint_needs"),
+    ],
+)
+@pytest.mark.parametrize("check", [False, True])
+def test_what_is_not_known_to_be_there_is_not_there(ask: Runner, tmp_path: Path, text: str, class_: str, check: bool) -> None:
+    result = ask(check=check, checkpoint=hybrid(tmp_path, text))
+    assert result["failed"] and [p["class"] for p in result["problems"]] == [class_]
+
+
+def test_a_manifest_that_leads_nowhere(ask: Runner, tmp_path: Path) -> None:
+    folder = Path(hybrid(tmp_path, ""))
+    (folder / ".dgxspark-hybrid.json").unlink()
+    (folder / ".dgxspark-hybrid.json").symlink_to("gone")
+    assert [p["class"] for p in ask(checkpoint=str(folder))["problems"]] == ["checkpoint_needs_unknown"]
+    (folder / ".dgxspark-hybrid.json").unlink()
+    (folder / ".dgxspark-hybrid.json").mkdir()
+    assert [p["class"] for p in ask(checkpoint=str(folder))["problems"]] == ["file_access"]
+
+
+def test_all_faults_of_image_and_checkpoint_at_once(ask: Runner, docker: Docker, tmp_path: Path) -> None:
+    docker.report = {**REPORT, "features": [], "torch_cuda": None, "findings": [{"kind": "unknown_option", "option": "--x", "meant": []}]}
+    result = ask(checkpoint=hybrid(tmp_path, '{"needs": ["fp8_dispatch", "index_loader"]}'))
+    assert sorted(p["class"] for p in result["problems"]) == ["checkpoint_needs", "checkpoint_needs", "cpu_torch", "unknown_option"]
 
 
 def test_docker_itself(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import synthetic_checkpoint as synthetic
 from ansible_collections.dgxspark.vllm.plugins.modules import safetensors_index
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -23,6 +24,10 @@ from safetensors.numpy import save_file
 INDEX = "model.safetensors.index.json"
 S1, S2 = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 MTP = "model_extra_tensors.safetensors"
+PRISTINE = ".dgxspark-pristine"
+# A whole layer with 4 experts, and two scales: 31 tensors.
+LAYER = [tensor.name for tensor in synthetic.source_mtp_tensors(synthetic.Model(experts=4))]
+LAYER += [f"mtp.layers.0.self_attn.{part}_proj.weight_scale_inv" for part in "qk"]
 
 
 def save(folder: Path, name: str, *tensors: str) -> None:
@@ -41,9 +46,9 @@ def folder(tmp_path: Path) -> Path:
     path.mkdir()
     save(path, S1, "a", "mtp.in_shard")
     save(path, S2, "b")
-    save(path, MTP, *(f"mtp.{number:02}" for number in range(31)))
+    save(path, MTP, *LAYER)
     write_index(path, {"a": S1, "b": S2}, total_size=16, total_parameters=5)
-    (path / "config.json").write_text('{"text_config": {"mtp_num_hidden_layers": 1}}')
+    (path / "config.json").write_text('{"text_config": {"mtp_num_hidden_layers": 1, "num_experts": 4}}')
     return path
 
 
@@ -52,14 +57,16 @@ def run(run_module: Any, folder: Path) -> Any:
     def call(check: bool = False, **args: Any) -> dict[str, Any]:
         result: dict[str, Any] = run_module(safetensors_index.main, {"path": str(folder), **args}, check=check)
         assert {"path", "missing_shards", "unlisted_tensors", "unlisted_files", "duplicates", "mtp_tensors", "counts", "tensors",
-                "total_size", "problems"} <= result.keys()  # fmt: skip
+                "total_size", "problems", "files", "bytes_read", "mtp_layers", "fast_loader_safe"} <= result.keys()  # fmt: skip
         return result
 
     return call
 
 
 def state_of(folder: Path) -> dict[str, tuple[bytes, int, int]]:
-    return {path.name: (path.read_bytes(), path.lstat().st_ino, path.lstat().st_mtime_ns) for path in folder.iterdir()}
+    """Every file below a folder: content, inode, time of its last change."""
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if not path.is_dir()}
+    return {name: (path.read_bytes(), path.lstat().st_ino, path.lstat().st_mtime_ns) for name, path in files.items()}
 
 
 def faults(result: dict[str, Any]) -> list[str]:
@@ -72,6 +79,10 @@ def test_check_run_check_again_run_again(run: Any, folder: Path) -> None:
     assert predicted["changed"] and state_of(folder) == before
     done = run(require_mtp=True)
     assert done["changed"] and done["diff"] == predicted["diff"] and not done["problems"]
+    assert (done["files"], done["fast_loader_safe"], done["mtp_layers"]) == (3, True, {"expected": 1, "found": 1})
+    headers = [path.read_bytes()[:8] for path in folder.glob("*.safetensors")]
+    small = len(before[INDEX][0]) + (folder / "config.json").stat().st_size
+    assert done["bytes_read"] == predicted["bytes_read"] == small + sum(8 + int.from_bytes(length, "little") for length in headers)
     (diff,) = done["diff"]
     assert diff["before_header"] == str(folder / INDEX) and "tensors: 2\n" in diff["before"] and "tensors: 34\n" in diff["after"]
     assert len(diff["after"].splitlines()) == 15
@@ -88,7 +99,7 @@ def test_check_run_check_again_run_again(run: Any, folder: Path) -> None:
         with safe_open(path, "np") as shard:
             assert set(shard.keys()) == {tensor for tensor, name in index["weight_map"].items() if name == path.name}
     after = state_of(folder)
-    assert after.keys() == before.keys()
+    assert after.keys() - before.keys() == {f"{PRISTINE}/{INDEX}"} and after[f"{PRISTINE}/{INDEX}"][0] == before[INDEX][0]
     for again in (run(check=True), run(), run(state="checked", require_mtp=True)):
         assert not again["changed"] and not again["diff"] and not again["problems"] and not again["unlisted_files"]
     assert state_of(folder) == after
@@ -229,6 +240,15 @@ def test_all_problems_at_once(run: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("require", [False, True])
+def test_an_mtp_layer_that_is_not_whole(run: Any, folder: Path, require: bool) -> None:
+    save(folder, MTP, *(name for name in LAYER if "up_proj" not in name or "experts.2" not in name))
+    result = run(require_mtp=require)
+    assert faults(result) == ["mtp_incomplete"] and result.get("failed", False) is require
+    assert "promises 1 MTP layer (text_config.mtp_num_hidden_layers)" in result["problems"][0]["evidence"]
+    assert "layer 0 without mlp.experts.2.up_proj" in result["problems"][0]["evidence"]
+
+
+@pytest.mark.parametrize("require", [False, True])
 def test_promised_mtp_without_tensors(run: Any, folder: Path, require: bool) -> None:
     (folder / MTP).unlink()
     save(folder, S1, "a")
@@ -270,6 +290,7 @@ def test_what_is_no_object_is_not_quoted_as_a_link_may_lead_to_a_secret(
 def test_one_file_needs_no_index_and_several_get_one(run: Any, folder: Path) -> None:
     for name in (S1, S2, MTP, INDEX):
         (folder / name).unlink()
+    (folder / "config.json").unlink()
     save(folder, "model.safetensors", "a", "mtp.x")
     for state in ("present", "checked"):
         result = run(state=state, require_mtp=True)
@@ -332,6 +353,74 @@ def test_files_that_are_not_part_of_the_checkpoint(run: Any, folder: Path) -> No
     assert run()["tensors"] == 35
 
 
+# ------------------------------------------------------------------------------------------------------- duplicates, source, links
+
+
+def test_tensors_in_several_files(run: Any, folder: Path) -> None:
+    run()
+    save(folder, "zz.safetensors", "b", "c")
+    before = state_of(folder)
+    for state in ("present", "checked"):
+        refused = run(state=state)
+        assert refused["failed"] and faults(refused)[0] == "duplicate_tensor" and not refused["fast_loader_safe"]
+        assert refused["duplicates"] == {"b": [S2, "zz.safetensors"]} and "duplicates=last_wins" in refused["msg"]
+    looked = run(state="checked", duplicates="last_wins")
+    assert looked["failed"] and "not_last_owner" in faults(looked) and state_of(folder) == before
+    predicted, done = run(check=True, duplicates="last_wins"), run(duplicates="last_wins")
+    assert predicted["changed"] and done["changed"] and done["diff"] == predicted["diff"]
+    assert "corrected: 1\n  b: zz.safetensors\nadded: 1\n  c: zz.safetensors\n" in done["diff"][0]["after"]
+    assert faults(done) == ["duplicate_tensor"] and "fastsafetensors" in str(done["warnings"])
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    assert weight_map["b"] == weight_map["c"] == "zz.safetensors" and weight_map["a"] == S1
+    again = run(duplicates="last_wins")
+    assert not again["changed"] and not again["fast_loader_safe"] and faults(again) == ["duplicate_tensor"]
+    assert run()["failed"]  # not without being asked
+
+
+def test_what_was_lost_of_the_source(run: Any, folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save(source, "model.safetensors", "a", "b", "lm_head.weight")
+    before = state_of(folder)
+    result = run(source=str(source))
+    assert result["failed"] and faults(result) == ["lost_from_source"] and "lm_head.weight" in result["msg"]
+    assert state_of(folder) == before and run(source=str(source), state="checked")["failed"]
+    save(source, "model.safetensors", "a", "b")
+    assert run(source=str(source))["changed"]
+    os.truncate(source / "model.safetensors", 40)
+    result = run(source=str(source))
+    assert result["failed"] and f"source {source}: model.safetensors is truncated" in result["msg"]
+    assert faults(run(source=str(tmp_path / "absent"))) == ["folder_unreadable"]
+
+
+def test_what_a_container_sees(run: Any, folder: Path, tmp_path: Path) -> None:
+    """A snapshot in a cache: whole on this machine, empty when it is mounted alone."""
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for path in list(folder.iterdir()):
+        path.rename(repository / "blobs" / path.name[:12])
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name[:12]}")
+    before = state_of(repository)
+    for state in ("present", "checked"):
+        result = run(path=str(snapshot), visible_root=str(snapshot), state=state)
+        assert result["failed"] and "link_leaves_root" in faults(result)
+        assert f"Mount {repository} instead and serve snapshots/0123 below it" in result["msg"]
+        for name in (S1, S2, INDEX, "config.json"):
+            assert f"{name} -> ../../blobs/{name[:12]}" in result["msg"]
+    assert state_of(repository) == before
+    assert run(path=str(snapshot), visible_root=str(repository))["changed"]
+    assert run(path=str(snapshot), visible_root=str(folder))["problems"][0]["class"] == "not_in_visible_root"
+    # Absolute links want the very same path.
+    (snapshot / S1).unlink()
+    (snapshot / S1).symlink_to(repository / "blobs" / S1[:12])
+    result = run(path=str(snapshot), visible_root=str(repository))
+    assert result["failed"] and f"mount {repository} under the very same path" in result["msg"]
+    assert not run(path=str(snapshot), visible_root=str(repository), visible_at=str(repository)).get("failed")
+    assert faults(run(visible_at="model")) == ["bad_visible_at"]
+
+
 # ------------------------------------------------------------------------------------------------------------------ the write
 
 
@@ -345,6 +434,7 @@ def test_the_blob_of_a_cache_stays_as_it_is(run: Any, folder: Path, tmp_path: Pa
     before = state_of(blobs)
     assert run()["changed"]
     assert state_of(blobs) == before
+    assert (folder / PRISTINE / INDEX).read_bytes() == before[INDEX[:12]][0] and not (folder / PRISTINE / INDEX).is_symlink()
     index = folder / INDEX
     assert not index.is_symlink() and stat.S_IMODE(index.stat().st_mode) == 0o640 and (folder / S1).is_symlink()
     assert not run()["changed"]
@@ -362,32 +452,51 @@ def test_a_folder_that_cannot_be_written(run: Any, folder: Path, monkeypatch: py
 
     before = state_of(folder)
     monkeypatch.setattr("os.fsync", full)
-    result = run()
-    assert result["failed"] and faults(result) == ["cannot_write"] and "No space left" in result["msg"]
-    assert state_of(folder) == before
+    for _ in range(2):
+        result = run()
+        assert result["failed"] and faults(result) == ["cannot_write"] and "No space left" in result["msg"]
+        assert state_of(folder) == before
 
 
 KILLED = """
 import os, signal, sys
 from ansible.module_utils.testing import patch_module_args
 from ansible_collections.dgxspark.vllm.plugins.modules import safetensors_index
-setattr(os, sys.argv[2], lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+real, left = getattr(os, sys.argv[2]), [int(sys.argv[3])]
+def killing(*args):
+    if left[0] == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left[0] -= 1
+    return real(*args)
+setattr(os, sys.argv[2], killing)
 with patch_module_args({"path": sys.argv[1]}):
     safetensors_index.main()
 """
 
 
-@pytest.mark.parametrize("moment", ["fsync", "rename"])
-def test_killed_before_the_rename_leaves_the_old_index(run: Any, folder: Path, moment: str) -> None:
+@pytest.mark.parametrize(
+    ("moment", "earlier", "replaced"),
+    [
+        ("rename", 0, False),  # before the original is kept
+        ("fsync", 1, False),  # it is kept, its folder not yet on disk
+        ("rename", 1, False),  # before the index is replaced
+        ("fsync", 3, True),  # it is, the folder not yet on disk
+    ],
+)
+def test_killed_at_any_moment_leaves_the_old_index_or_the_new(run: Any, folder: Path, moment: str, earlier: int, replaced: bool) -> None:
     before = state_of(folder)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(folder), moment], env=environment, capture_output=True, check=False)
+    command = [sys.executable, "-c", KILLED, str(folder), moment, str(earlier)]
+    killed = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     after = state_of(folder)
-    assert {name: after[name] for name in before} == before
+    assert {name for name in before if after[name] != before[name]} == ({INDEX} if replaced else set())
     # What is left over is hidden, in nobody's way, and the next run does the work.
     assert all(name.startswith(".") for name in after.keys() - before.keys())
-    assert run()["changed"] and not run(require_mtp=True)["changed"]
+    assert after.get(f"{PRISTINE}/{INDEX}", before[INDEX])[0] == before[INDEX][0]
+    assert run()["changed"] is not replaced and not run(require_mtp=True)["changed"]
+    assert (folder / PRISTINE / INDEX).read_bytes() == before[INDEX][0]
+    assert len(json.loads((folder / INDEX).read_text())["weight_map"]) == 34
 
 
 def test_fifty_thousand_tensors_are_quick(run: Any, tmp_path: Path) -> None:
