@@ -42,7 +42,10 @@ class Field(NamedTuple):
 
 # engine_args and environment have names of their own and checks of their own, in vllm_argv.
 OPEN_SECTIONS = ("engine_args", "environment")
-COMMIT = r"[0-9a-f]{40}|[0-9a-f]{64}"
+REPO = r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*"
+# A branch or tag moves; it is resolved once on each node, with a warning. A shortened commit is no name that a hub knows.
+REVISION = r"[0-9a-f]{40}|[0-9a-f]{64}|(?![0-9A-Fa-f]+$)(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._/-]*"
+REVISION_MEANS = "a full commit hash or digest in lower-case hexadecimal, in quotes (or a branch, which is not reproducible)"
 SCHEMA: dict[str, Field | dict[str, Field]] = {
     "description": Field("text", required=True),
     "sources": Field("texts", default=[]),
@@ -50,9 +53,14 @@ SCHEMA: dict[str, Field | dict[str, Field]] = {
     "nodes": Field("integer", default=1, low=1),
     "runtime": Field("text", default="docker", choices=("docker", "venv")),
     "checkpoint": {
-        "repo": Field("text", required=True, pattern=r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*", means="OWNER/NAME"),
-        "revision": Field("text", required=True, pattern=COMMIT, means="a full commit hash or digest in lower-case hexadecimal, in quotes"),
+        "repo": Field("text", required=True, pattern=REPO, means="OWNER/NAME"),
+        "revision": Field("text", required=True, pattern=REVISION, means=REVISION_MEANS),
+        "ignore_patterns": Field("texts", default=[]),
         "mtp": Field("flag", default=False),
+        # FP8 shared experts in an INT4 checkpoint: a file set of its own, links and one more shard, or made when the model loads.
+        "hybrid": Field("text", default="off", choices=("off", "materialize", "overlay", "online")),
+        "donor_repo": Field("text", pattern=REPO, means="OWNER/NAME"),
+        "donor_revision": Field("text", pattern=REVISION, means=REVISION_MEANS),
     },
     "image": {
         "profile": Field("text", required=True, pattern=r"[a-z0-9][a-z0-9._-]*", means="lower-case letters, digits, dots and dashes")
@@ -190,6 +198,8 @@ def check_layer(data: Mapping[Any, Any], where: str) -> Layer:
 
 def _put(layer: Layer, target: dict[str, Any], key: str, value: Any, field: Field, where: str, section: str = "") -> None:
     """Put a value into a layer, or note why it cannot be there."""
+    if value is False and "off" in field.choices:  # what YAML makes of a plain off
+        value = "off"
     flaw = None if value is None else _flaw(value, field)
     if flaw is None:
         target[key] = value
@@ -368,6 +378,8 @@ def check_whole(recipe: Mapping[str, Any], where: str) -> list[Problem]:
         remedy = "set checkpoint.mtp: true, so that the draft's weights are checked, or take speculative-config out"
         found.append(problem("recipe_mtp", evidence, remedy))
 
+    found += _check_hybrid(recipe["checkpoint"], where)
+
     sizes = [args.get(key, 1) for key in ("tensor-parallel-size", "pipeline-parallel-size")]
     ranks = math.prod(size for size in sizes if isinstance(size, int))
     if ranks > recipe["nodes"]:
@@ -382,3 +394,12 @@ def check_whole(recipe: Mapping[str, Any], where: str) -> list[Problem]:
         evidence = f"{where}: expect has figures but no source"
         found.append(problem("recipe_expect", evidence, "say in expect.source where they come from"))
     return found
+
+
+def _check_hybrid(checkpoint: Mapping[str, Any], where: str) -> list[Problem]:
+    """Whether a mode that needs a donor has one."""
+    missing = [f"checkpoint.{key}" for key in ("donor_repo", "donor_revision") if checkpoint[key] is None]
+    if checkpoint["hybrid"] not in ("materialize", "overlay") or not missing:
+        return []
+    evidence = f"{where}: checkpoint.hybrid is {checkpoint['hybrid']}, but {' and '.join(missing)} is not set"
+    return [problem("recipe_hybrid", evidence, "name the FP8 checkpoint of the same model and its commit, or set hybrid: off")]

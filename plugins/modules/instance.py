@@ -85,7 +85,17 @@ port:
   returned: success
   type: int
 checkpoint_dir:
-  description: The folder on the node that holds the checkpoint.
+  description: The folder on the node that is served.
+  returned: success
+  type: str
+snapshot_dir:
+  description: The folder on the node that holds the repository's files; another one than C(checkpoint_dir) when a hybrid is made of them.
+  returned: success
+  type: str
+peer:
+  description:
+    - The host that this one takes its checkpoint from, which is the first host of its cluster; empty for that host itself.
+    - The cluster is the smallest group of the inventory that has the host, and nothing that is not in C(vllm_instances).
   returned: success
   type: str
 image_manifest:

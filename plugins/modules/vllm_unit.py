@@ -187,6 +187,7 @@ from ..module_utils.unit import (
 from ..module_utils.vllm_argv import docker_env_file
 
 SNAPSHOT = ".dgxspark-snapshot.json"
+HYBRID = ".dgxspark-hybrid.json"
 INDEX = "model.safetensors.index.json"
 SHOWN = "LoadState,ActiveState,SubState,Result,UnitFileState,FragmentPath,NeedDaemonReload,NRestarts,DropInPaths"
 POLL_S = 0.25
@@ -403,7 +404,15 @@ def index_of(checkpoint: Path) -> str:
         return ""
 
 
-def missing_inputs(module: AnsibleModule, commands: Commands, now: Now, image_id: str, snapshot: Any) -> list[Problem]:
+def finished_checkpoint(folder: Path) -> str | None:
+    """What stands for the files of a finished checkpoint: a snapshot's revision, or a digest of a hybrid's manifest; None for neither."""
+    if isinstance(read_json(folder / HYBRID), dict):
+        return f"hybrid-{file_sha256(folder / HYBRID)[:12]}"
+    snapshot = read_json(folder / SNAPSHOT)
+    return str(snapshot.get("revision", "")) if isinstance(snapshot, dict) else None
+
+
+def missing_inputs(module: AnsibleModule, commands: Commands, now: Now, image_id: str, revision: str | None) -> list[Problem]:
     """Whether the image and the checkpoint are there, with the command that mends each."""
     p = module.params
     found = []
@@ -422,11 +431,11 @@ def missing_inputs(module: AnsibleModule, commands: Commands, now: Now, image_id
                 "ansible-playbook dgxspark.vllm.image -l <this host>",
             )
         )
-    if not isinstance(snapshot, dict):
+    if revision is None:
         found.append(
             problem(
                 "checkpoint_incomplete",
-                f"{p['checkpoint']} has no {SNAPSHOT}: it was not finished",
+                f"{p['checkpoint']} has neither {SNAPSHOT} nor {HYBRID}: it was not finished",
                 "ansible-playbook dgxspark.vllm.checkpoint -l <this host>",
             )
         )
@@ -545,7 +554,7 @@ class Unit:
             self.forget_failures()
         self.finish({})
 
-    def settings(self, image_id: str, snapshot: Any) -> tuple[UnitSettings, dict[str, str]]:
+    def settings(self, image_id: str, revision: str) -> tuple[UnitSettings, dict[str, str]]:
         """What the unit is rendered from."""
         p = self.p
         environment = effective_environment(p["environment"], p["secrets"])
@@ -560,7 +569,7 @@ class Unit:
             memlock=p["memlock"] or "",
             gpus=p["gpus"],
             docker=self.commands.docker,
-            revision=str(snapshot.get("revision", "")) if isinstance(snapshot, dict) else "",
+            revision=revision,
             index_digest=index_of(Path(p["checkpoint"])),
             limits=restart_limits(p["ready_timeout_s"]),
         )
@@ -569,7 +578,7 @@ class Unit:
     def present(self, now: Now) -> NoReturn:
         """Write what differs, then start, restart or stop."""
         p = self.p
-        snapshot = read_json(Path(p["checkpoint"]) / SNAPSHOT)
+        revision = finished_checkpoint(Path(p["checkpoint"]))
         image_id = image_of_manifest(read_json(Path(p["image_manifest"])))
         found = settings_problems(
             self.name,
@@ -580,7 +589,7 @@ class Unit:
             p["memlock"] or "",
         )
         found += conflicts(now, self.name, self.paths)
-        missing = missing_inputs(self.module, self.commands, now, image_id, snapshot)
+        missing = missing_inputs(self.module, self.commands, now, image_id, revision)
         found += [flaw for flaw in missing if not (self.check and flaw["class"] in NOT_YET)]
         if any(flaw["class"].startswith("environment_") for flaw in found):
             # Ansible shows a module's arguments at higher verbosity.
@@ -589,7 +598,7 @@ class Unit:
             p["docker_args"] = ["(not shown)"]
         if errors(found):
             fail(self.module, found, f"{self.name}.service cannot be set up; nothing was changed")
-        settings, environment = self.settings(image_id, snapshot)
+        settings, environment = self.settings(image_id, revision or "")
         found += allocator_problems(self.commands, environment)
         if errors(found):
             fail(self.module, found, f"{self.name}.service cannot be set up; nothing was changed")

@@ -8,7 +8,7 @@ import json
 import shlex
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,15 @@ import pytest
 from runs import ROOT, OnNode, Playbook, Run
 
 REHEARSAL = ROOT / ".rehearsal"
+OCTETS = {"spark1": 11, "spark2": 12}
 
 
 @pytest.fixture
 def playbook(tmp_path: Path) -> Playbook:
-    """Run a playbook of the checkout: playbook(name, arguments='--check', cancel=callable, extra={...}, limit='spark1')."""
+    """Run a playbook of the checkout: playbook(name, arguments='--check', cancel=callable, extra={...}, limit='spark1').
+
+    inventories: more of them, after the rehearsal's.
+    """
     count = 0
 
     def run(
@@ -31,6 +35,7 @@ def playbook(tmp_path: Path) -> Playbook:
         limit: str | None = "spark1",
         extra: dict[str, Any] | None = None,
         cancel: Callable[[], bool] | None = None,
+        inventories: Sequence[Path] = (),
     ) -> Run:
         nonlocal count
         count += 1
@@ -41,7 +46,7 @@ def playbook(tmp_path: Path) -> Playbook:
         runner = ansible_runner.run(
             private_data_dir=str(data),
             project_dir=str(ROOT),
-            inventory=str(ROOT / "inventory/rehearsal"),
+            inventory=[str(ROOT / "inventory/rehearsal"), *map(str, inventories)],
             playbook=name,
             limit=limit,
             cmdline=arguments or None,
@@ -55,29 +60,34 @@ def playbook(tmp_path: Path) -> Playbook:
             for event in runner.events
             if event.get("event") in {"runner_on_failed", "runner_on_unreachable", "runner_item_on_failed"}
         ]
+        done = [
+            (event["event_data"]["host"], event["event_data"]["task_action"], event["event_data"].get("res") or {})
+            for event in runner.events
+            if event.get("event") == "runner_on_ok"
+        ]
         with runner.stdout as stream:
             output = stream.read()
         figures = json.loads(stages.read_text()) if stages.exists() else {}
-        return Run(runner.status, runner.rc, time.monotonic() - began, output, figures, results)
+        return Run(runner.status, runner.rc, time.monotonic() - began, output, figures, results, done)
 
     return run
 
 
 @pytest.fixture(scope="session")
 def on_node() -> OnNode:
-    """Run a command on spark1 as root; returns its output. Fails the test when the command fails, unless check=False."""
+    """Run a command on a node as root; returns its output. Fails the test when the command fails, unless check=False."""
 
-    def run(*argv: str, check: bool = True) -> str:
-        address = f"{(REHEARSAL / 'prefix').read_text()}.0.11"
+    def run(*argv: str, check: bool = True, host: str = "spark1") -> str:
+        address = f"{(REHEARSAL / 'prefix').read_text()}.0.{OCTETS[host]}"
         done = subprocess.run(
             [
                 "ssh", "-i", str(REHEARSAL / "ssh/id_ed25519"), "-o", f"UserKnownHostsFile={REHEARSAL / 'ssh/known_hosts'}",
-                "-o", "HostKeyAlias=spark1", "-o", "BatchMode=yes", f"spark@{address}", "sudo " + shlex.join(argv),
+                "-o", f"HostKeyAlias={host}", "-o", "BatchMode=yes", f"spark@{address}", "sudo " + shlex.join(argv),
             ],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if check and done.returncode:
-            pytest.fail(f"{shlex.join(argv)} on spark1: {done.stdout}{done.stderr}")
+            pytest.fail(f"{shlex.join(argv)} on {host}: {done.stdout}{done.stderr}")
         return done.stdout.strip()
 
     return run

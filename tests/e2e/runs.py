@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass
 class Run:
-    """What one ansible-playbook run did."""
+    """What one ansible-playbook run did. results: of tasks that failed; done: host, module and result of those that did not."""
 
     status: str
     rc: int
@@ -22,6 +22,7 @@ class Run:
     output: str
     stages: dict[str, Any]
     results: list[dict[str, Any]] = field(default_factory=list)
+    done: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
 
     def host(self, name: str = "spark1") -> dict[str, Any]:
         """The stages callback's figures for one host."""
@@ -31,6 +32,10 @@ class Run:
     def message(self) -> str:
         """The messages of all tasks that failed or could not reach the node."""
         return "\n".join(str(result.get("msg", "")) for result in self.results)
+
+    def result(self, module: str, host: str = "spark1") -> dict[str, Any]:
+        """The last result of a module of this collection that a host's task did not fail with."""
+        return [result for name, action, result in self.done if name == host and action.endswith(f".{module}")][-1]
 
     def recap(self, key: str, host: str = "spark1") -> int:
         """A column of the recap, such as changed or failed."""

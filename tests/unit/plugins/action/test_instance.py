@@ -21,6 +21,7 @@ from ansible_collections.dgxspark.vllm.plugins.action.instance import (
     check_service,
     check_settings,
     is_loopback,
+    peer_of,
     recipe_folders,
     without_key,
 )
@@ -121,13 +122,61 @@ def test_an_instance_follows_from_recipe_and_settings() -> None:
     instance = build_instance("qwen35-122b-v2", recipe, SETTINGS)
     assert instance["argv"][:2] == ["serve", "/model"] and instance["argv"][-4:] == ["--host", "127.0.0.1", "--port", "8000"]
     assert instance["argv"].count("--port") == 1
-    assert instance["checkpoint_dir"] == "/var/lib/dgxspark-vllm/checkpoints/Intel--Qwen3.5-122B-A10B-int4-AutoRound/de5e04f21848"
+    snapshot = "/var/lib/dgxspark-vllm/checkpoints/Intel--Qwen3.5-122B-A10B-int4-AutoRound/de5e04f21848"
+    assert (instance["snapshot_dir"], instance["checkpoint_dir"]) == (snapshot, f"{snapshot}-materialize-a099dee70ccf")
     assert instance["image_manifest"] == "/var/lib/dgxspark-vllm/images/existing.json"
     moved = build_instance("x", recipe, SETTINGS | {"port": 9, "checkpoint_dir": "/m", "image_manifest": "/i.json", "host": "::1"})
     assert moved["argv"][-4:] == ["--host", "::1", "--port", "9"]
     assert (moved["port"], moved["checkpoint_dir"], moved["image_manifest"]) == (9, "/m", "/i.json")
+    assert moved["snapshot_dir"] == snapshot
     del recipe["engine_args"]["port"]
     assert build_instance("x", recipe, SETTINGS)["port"] == 8000
+
+
+@pytest.mark.parametrize("mode", ["off", "online"])
+def test_what_is_not_made_anew_is_served_from_the_snapshot(mode: str) -> None:
+    overrides = {"checkpoint": {"hybrid": mode}}
+    recipe = load_recipe("qwen35-122b-v2", [CHECKOUT / "recipes"], overrides)
+    instance = build_instance("x", recipe, SETTINGS)
+    assert instance["snapshot_dir"] == instance["checkpoint_dir"]
+    assert ("--quantization-config" in instance["argv"]) is (mode == "online")
+    moved = build_instance("x", recipe, SETTINGS | {"checkpoint_dir": "/m"})
+    assert moved["snapshot_dir"] == moved["checkpoint_dir"] == "/m"
+
+
+def test_online_quantisation_leaves_the_users_own_targets() -> None:
+    own = {"quantization-config": {"targets": {"re:.*lm_head$": "fp8_per_block"}}}
+    overrides = {"checkpoint": {"hybrid": "online"}, "engine_args": own}
+    argv = build_instance("x", load_recipe("qwen35-122b-v2", [CHECKOUT / "recipes"], overrides), SETTINGS)["argv"]
+    targets = json.loads(argv[argv.index("--quantization-config") + 1])["targets"]
+    assert set(targets) == {"re:.*lm_head$", r"re:.*shared_expert\.(gate|up|down)_proj$"}
+
+
+GROUPS = {
+    "all": ["a", "b", "c", "d", "e", "x"],
+    "vllm_instances": ["a", "b", "c", "d", "e"],
+    "single": ["a"],
+    "pair": ["b", "c"],
+    "racks": ["b", "c", "d"],
+    "mixed": ["a", "d", "x"],
+    "two_recipes": ["d", "e"],
+}
+RECIPES = {"a": "r", "b": "r", "c": "r", "d": "r", "e": "other"}
+
+
+@pytest.mark.parametrize(
+    ("host", "peer"),
+    [
+        ("a", ""),  # alone in its group
+        ("b", ""),  # the head
+        ("c", "b"),
+        ("d", ""),  # the first of its smallest group
+        ("e", ""),  # its head serves something else
+        ("x", ""),  # no instance at all
+    ],
+)
+def test_the_others_of_a_cluster_take_the_checkpoint_from_its_head(host: str, peer: str) -> None:
+    assert peer_of(host, GROUPS, RECIPES) == peer
 
 
 def test_a_key_in_another_option_is_found() -> None:
@@ -306,6 +355,7 @@ def test_the_other_roles_see_the_instance(run: Run) -> None:
     seen = run.seen("plain")
     assert seen["instance"].keys() - {"changed", "failed"} == {
         *("name", "recipe_name", "recipe", "argv", "environment", "host", "port", "checkpoint_dir", "image_manifest"),
+        *("snapshot_dir", "peer"),
     }
     assert seen["instance"]["recipe"]["checkpoint"]["revision"] == "de5e04f218487cb2fb762c6e9aabec784fb40d00"
     assert seen["port"] == seen["instance"]["port"] == 8000

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,26 @@ def test_every_shipped_recipe_loads(name: str) -> None:
     recipe = load_recipe(name, [SHIPPED])
     assert engine_argv(recipe["engine_args"])
     assert recipe["sources"], "say where a recipe comes from"
+
+
+@pytest.mark.parametrize("name", sorted(find_recipes([SHIPPED])))
+def test_every_shipped_recipe_is_pinned_to_commits(name: str) -> None:
+    checkpoint = load_recipe(name, [SHIPPED])["checkpoint"]
+    for key in ("revision", "donor_revision"):
+        assert checkpoint[key] is None or re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", checkpoint[key]), f"{name}: {key} can move"
+
+
+@pytest.mark.parametrize("mode", ["off", "online", "'off'", "false", "null"])
+def test_a_hybrid_is_switched_off_as_people_write_it(own: Path, mode: str) -> None:
+    (own / "own.yml").write_text(f"extends: qwen35-122b-v2\ncheckpoint: {{hybrid: {mode}}}\n")
+    hybrid = load_recipe("own", [own, SHIPPED])["checkpoint"]["hybrid"]
+    assert hybrid == ("online" if mode == "online" else "off")
+
+
+@pytest.mark.parametrize("revision", ["main", "v1.0", "refs/pr/7", "release-2026"])
+def test_an_own_recipe_may_follow_a_branch(own: Path, revision: str) -> None:
+    (own / "own.yml").write_text(f"extends: good\ncheckpoint: {{revision: {revision}}}\n")
+    assert load_recipe("own", [own])["checkpoint"]["revision"] == revision
 
 
 def test_there_are_shipped_recipes() -> None:
@@ -239,7 +260,13 @@ def test_a_file_that_is_no_text_or_cannot_be_read_is_named(own: Path, monkeypatc
         ("checkpoint: {repo: b}", 'FILE: checkpoint.repo: "b" is not OWNER/NAME'),
         ("checkpoint: {repo: a/../b}", "is not OWNER/NAME"),
         ("checkpoint: {repo: ../b}", "is not OWNER/NAME"),
-        ("checkpoint: {revision: main}", 'FILE: checkpoint.revision: "main" is not a full commit hash'),
+        ("checkpoint: {revision: main..x}", 'FILE: checkpoint.revision: "main..x" is not a full commit hash'),
+        ("checkpoint: {revision: DE5E04F218487CB2FB762C6E9AABEC784FB40D00}", "is not a full commit hash"),
+        ("checkpoint: {hybrid: both}", 'FILE: checkpoint.hybrid: "both" is not known'),
+        ("checkpoint: {hybrid: true}", "FILE: checkpoint.hybrid: True where text belongs"),
+        ("checkpoint: {donor_repo: b}", 'FILE: checkpoint.donor_repo: "b" is not OWNER/NAME'),
+        ("checkpoint: {hybrid: overlay}", "recipe_hybrid: recipe own: checkpoint.hybrid is overlay, but checkpoint.donor_repo and"),
+        ("checkpoint: {hybrid: materialize, donor_repo: a/b}", "checkpoint.hybrid is materialize, but checkpoint.donor_revision is not"),
         ("checkpoint: {revision: de5e04f}", "is not a full commit hash"),
         (f"checkpoint: {{revision: {'0' * 64}}}", "FILE: checkpoint.revision: 0 where text belongs -> write a full commit hash or digest"),
         ("image: {profile: ../x}", "FILE: image.profile: "),
@@ -269,7 +296,7 @@ def test_what_a_recipe_cannot_hold_is_named_with_file_key_and_remedy(own: Path, 
 
 
 def test_all_problems_of_all_layers_come_at_once(own: Path) -> None:
-    (own / "parent.yml").write_text("description: x\nnodes: '1'\ncheckpoint: {revision: main}\n")
+    (own / "parent.yml").write_text("description: x\nnodes: '1'\ncheckpoint: {revision: de5e04f}\n")
     (own / "child.yml").write_text("extends: parent\nengine_args: {a_b: 1}\n")
     found = faults("child", own, {"nodez": 1, "environment": {"A": 1.5}})
     assert [fault.split(":")[0] for fault in found] == [

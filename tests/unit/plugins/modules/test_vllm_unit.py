@@ -229,6 +229,15 @@ def test_a_new_checkpoint_in_the_same_folder_restarts(apply: Runner, node: Node,
     assert apply()["changed"] and node.count == 2
 
 
+def test_a_finished_hybrid_is_a_checkpoint(apply: Runner, node: Node, tmp_path: Path) -> None:
+    (tmp_path / "model" / ".dgxspark-snapshot.json").unlink()
+    (tmp_path / "model" / ".dgxspark-hybrid.json").write_text('{"mode": "overlay"}')
+    assert apply()["changed"]
+    assert not apply()["changed"]
+    (tmp_path / "model" / ".dgxspark-hybrid.json").write_text('{"mode": "materialize"}')
+    assert apply()["changed"] and node.count == 2
+
+
 def test_a_checkpoint_without_index_is_fine(apply: Runner, tmp_path: Path) -> None:
     (tmp_path / "model" / "model.safetensors.index.json").unlink()
     assert apply()["changed"]
