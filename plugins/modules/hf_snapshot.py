@@ -25,6 +25,9 @@ description:
     1.07 GB that stay free on each file system.
 author:
   - dgxspark.vllm authors (@dgxspark)
+extends_documentation_fragment:
+  - dgxspark.vllm.job
+  - dgxspark.vllm.hub_client
 options:
   repo:
     description: Name of the model repository, as OWNER/NAME.
@@ -65,42 +68,10 @@ options:
     description: Folder of the snapshot on the node. It must not overlap the source.
     type: path
     required: true
-  endpoint:
-    description: Address of the hub, or of a mirror that speaks its protocol. Empty for the client's own.
-    type: str
-    default: ""
-  token:
-    description:
-      - Access token for a gated or private repository. It is kept in a file below C(secrets) in O(state_dir) that only root can read,
-        and given to the client by that file's path. No message shows it.
-    type: str
-    default: ""
-  client_requirements:
-    description:
-      - Text of a requirements file with the packages of the hub's client, each with its hashes. Needed for V(hub) unless
-        O(client_python) is given. Environments of earlier such texts are removed after a success.
-    type: str
-    default: ""
-  client_python:
-    description: A Python of the node that has huggingface_hub 1.0 or later, instead of an environment of this module's own.
-    type: str
-    default: ""
-  pip_args:
-    description: More arguments for pip when it makes the client's environment, such as C(--no-index) and C(--find-links) with a folder.
-    type: list
-    elements: str
-    default: []
   workers:
     description: How many files are brought at the same time, from the hub or a web server. From a folder it is one.
     type: int
     default: 4
-  xet:
-    description:
-      - Whether files may come from Xet storage, V(auto), or over plain HTTP only, V(off).
-      - When no byte comes for O(stall_timeout_s), or Xet fails, the rest is brought without it either way, and the result has a warning.
-    type: str
-    choices: [auto, "off"]
-    default: auto
   ignore_patterns:
     description:
       - Files of the revision that are left out, as shell patterns for their whole path, as in huggingface_hub. C(*) also matches a
@@ -146,14 +117,6 @@ options:
         description: What it is for, for the message.
         type: str
         default: ""
-  state_dir:
-    description: Folder of the collection's state on the node; the job lies in C(jobs) below it.
-    type: path
-    default: /var/lib/dgxspark-vllm
-  watch:
-    description: Names one task's wait; set by the action plugin.
-    type: str
-    default: ""
 attributes:
   check_mode:
     description:

@@ -26,6 +26,9 @@ description:
   - The work runs on the node as a transient systemd unit, so that it goes on when the connection is lost; running the task again joins it.
 author:
   - dgxspark.vllm authors (@dgxspark)
+extends_documentation_fragment:
+  - dgxspark.vllm.job
+  - dgxspark.vllm.hub_client
 options:
   mode:
     description:
@@ -90,45 +93,10 @@ options:
     type: str
     choices: [stamps, full]
     default: stamps
-  endpoint:
-    description: Address of a hub other than the client's own, such as a mirror.
-    type: str
-    default: ""
-  token:
-    description: Access token of the hub for a gated donor. It is kept on the node in a file that only root reads.
-    type: str
-    default: ""
-  client_requirements:
-    description: Text of the list of packages, pinned by hash, of which the hub's client is made on the node; see
-      M(dgxspark.vllm.hf_snapshot).
-    type: str
-    default: ""
-  client_python:
-    description: A Python on the node that has huggingface_hub, instead of O(client_requirements).
-    type: str
-    default: ""
-  pip_args:
-    description: More arguments for pip when it makes the hub's client.
-    type: list
-    elements: str
-    default: []
-  xet:
-    description: Whether the hub's Xet protocol may be used.
-    type: str
-    choices: [auto, "off"]
-    default: auto
   stall_timeout_s:
     description: Seconds without progress after which the work is stopped as an error; V(0) for no limit.
     type: int
     default: 300
-  state_dir:
-    description: Folder of the collection's state on the node; the job lies in C(jobs) below it.
-    type: path
-    default: /var/lib/dgxspark-vllm
-  watch:
-    description: Names one task's wait; set by the action plugin.
-    type: str
-    default: ""
 notes:
   - "Errors by class. The source: C(source_missing), C(source_incomplete), C(source_changed), and those of
     M(dgxspark.vllm.safetensors_index) but for what that one mends. The donor: C(donor_block), C(donor_activation_scheme),

@@ -18,6 +18,8 @@ description:
   - Works with Docker 20.10 and newer, with its classic builder and with BuildKit.
 author:
   - dgxspark.vllm authors (@dgxspark)
+extends_documentation_fragment:
+  - dgxspark.vllm.job
 options:
   profile:
     description: Name of the image profile.
@@ -71,14 +73,6 @@ options:
     description: Seconds without a byte sent or a line of log after which the build is stopped as an error; V(0) for no limit.
     type: int
     default: 1800
-  state_dir:
-    description: Folder of the collection's state on the node; the job lies in C(jobs) below it.
-    type: path
-    default: /var/lib/dgxspark-vllm
-  watch:
-    description: Names one task's wait; set by the action plugin.
-    type: str
-    default: ""
 attributes:
   check_mode:
     description: Says whether an image would be built and what changed; starts nothing.
