@@ -11,7 +11,7 @@ from typing import Any
 
 from . import hf_cache
 from .donor import Donor, DonorFiles
-from .hybrid import FLOAT16, Choice, choose, donor_problems, expected, is_shared
+from .hybrid import COPY_BLOCK, FLOAT16, Choice, choose, donor_problems, expected, is_shared
 from .hybrid_folder import Places, SourceFolder, bytes_below, look_at, place_problems, read_source, space_problems
 from .jobs import JobFailure
 from .problems import Problem, problem
@@ -73,7 +73,7 @@ def output_bytes(mode: str, source: SourceFolder, shard_bytes: int) -> int:
         index = source.files.get(source.index_name)
         return shard_bytes + 2 * (index.size if index else 0) + (1 << 20)
     # The donor's tensors lie there twice for a while: in their own shard, and in those of the output.
-    return sum(file.size + 4096 for file in source.files.values()) + 2 * shard_bytes + (1 << 20)
+    return sum(file.size + COPY_BLOCK + 4096 for file in source.files.values()) + 2 * shard_bytes + (1 << 20)
 
 
 def survey(spec: dict[str, Any]) -> tuple[int, Choice | None]:

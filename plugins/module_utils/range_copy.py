@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 STEP = 32 << 20  # bytes of one call: between two of them a signal is heard and progress told
+ALIGN = 2 << 20  # a call ends at such an offset of the source: whole pages, also of those that the page cache joins
 BUFFER = 256 << 10  # of the way that works everywhere
 PENDING_BYTES = 512 << 20  # written, not yet known to be on disk
 PENDING_FILES = 64
@@ -51,7 +52,7 @@ class Copier:
         """`length` bytes from offset `start` of one open file to offset `at` of another. Truncated when the source ends before."""
         left = length
         while left:
-            done = self._some(source, start, target, at, min(STEP, left))
+            done = self._some(source, start, target, at, min(STEP - start % min(ALIGN, STEP), left))
             if not done:
                 raise Truncated(f"it ends at {start}, {left} bytes early")
             # Starts writing these pages now, and lets go of those that are written already; of the source's, too.

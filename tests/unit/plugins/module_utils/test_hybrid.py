@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import synthetic_checkpoint
 from ansible_collections.dgxspark.vllm.plugins.module_utils.hybrid import (
+    COPY_BLOCK,
     Choice,
     DonorTensor,
     Piece,
@@ -329,6 +330,21 @@ def test_a_shard_gets_the_donors_tensors_and_keeps_everything_aligned() -> None:
     assert len(raw) % 8 == 0 and int.from_bytes(raw[:8], "little") == len(raw) - 8
     tensors, metadata = parse_header(raw[8:], "out", sum(p.nbytes for p in pieces))
     assert metadata == {"format": "pt", "n": "1"} and tensors["w.weight"] == Tensor("F8_E4M3", (2, 2), 19, 23)
+
+
+@pytest.mark.parametrize("at", [8, 1000, 65_536, 123_456, 10**9 + 8])
+@pytest.mark.parametrize("before", [0, 24, 40_000])
+def test_what_stays_lies_where_the_kernel_copies_whole_pages(at: int, before: int) -> None:
+    pieces = [Piece("donor", "I64", (before // 8,), before, True, 0), Piece("kept", "U8", (9,), 9, False, at)]
+    raw = header_bytes(pieces, {})
+    assert (len(raw) + before - at) % COPY_BLOCK == 0
+    assert len(raw) % 8 == 0 and json.loads(raw[8:])["kept"]["data_offsets"] == [before, before + 9]
+
+
+@pytest.mark.parametrize("at", [3, 1001, 65_537])
+def test_a_source_at_an_odd_offset_is_aligned_all_the_same(at: int) -> None:
+    raw = header_bytes([Piece("kept", "U8", (9,), 9, False, at)], {})
+    assert len(raw) % 8 == 0 and len(raw) < 200
 
 
 @pytest.mark.parametrize(("metadata", "want"), [({}, "pt"), ({"format": "pt"}, "pt"), ({"format": "tf", "a": "b"}, "tf")])
