@@ -125,7 +125,8 @@ def build_instance(recipe_name: str, recipe: dict[str, Any], settings: Mapping[s
     checkpoint = recipe["checkpoint"]
     if checkpoint["hybrid"] == "online":
         arguments = deep_merge(ONLINE_ENGINE_ARGS, arguments)
-    snapshot = f"{settings['state_dir']}/checkpoints/{checkpoint['repo'].replace('/', '--')}/{short_revision(checkpoint['revision'])}"
+    folder = f"checkpoints/{checkpoint['repo'].replace('/', '--')}/{short_revision(checkpoint['revision'])}"
+    snapshot = f"{settings['state_dir']}/{folder}"
     made = checkpoint["hybrid"] in ("materialize", "overlay")
     served = f"{snapshot}-{checkpoint['hybrid']}-{short_revision(checkpoint['donor_revision'])}" if made else snapshot
     return {
@@ -137,6 +138,7 @@ def build_instance(recipe_name: str, recipe: dict[str, Any], settings: Mapping[s
         "host": settings["host"],
         "port": port,
         "checkpoint_dir": settings["checkpoint_dir"] or served,
+        "snapshot_folder": folder,
         "snapshot_dir": snapshot if made else settings["checkpoint_dir"] or snapshot,
         "image_manifest": settings["image_manifest"] or f"{settings['state_dir']}/images/{recipe['image']['profile']}.json",
     }

@@ -92,6 +92,10 @@ snapshot_dir:
   description: The folder on the node that holds the repository's files; another one than C(checkpoint_dir) when a hybrid is made of them.
   returned: success
   type: str
+snapshot_folder:
+  description: The same where nobody gave it a place of its own, below C(vllm_state_dir).
+  returned: success
+  type: str
 peer:
   description:
     - The host that this one takes its checkpoint from, which is the first host of its cluster; empty for that host itself.

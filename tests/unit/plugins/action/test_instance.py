@@ -355,7 +355,7 @@ def test_the_other_roles_see_the_instance(run: Run) -> None:
     seen = run.seen("plain")
     assert seen["instance"].keys() - {"changed", "failed"} == {
         *("name", "recipe_name", "recipe", "argv", "environment", "host", "port", "checkpoint_dir", "image_manifest"),
-        *("snapshot_dir", "peer"),
+        *("snapshot_dir", "snapshot_folder", "peer"),
     }
     assert seen["instance"]["recipe"]["checkpoint"]["revision"] == "de5e04f218487cb2fb762c6e9aabec784fb40d00"
     assert seen["port"] == seen["instance"]["port"] == 8000
