@@ -30,7 +30,10 @@ options:
     type: str
     default: ""
   pip_args:
-    description: More arguments for pip when it makes the client's environment, such as C(--no-index) and C(--find-links) with a folder.
+    description:
+      - More arguments for pip when it makes the client's environment, such as C(--no-index) and C(--find-links) with a folder.
+      - Not the place for a password, such as one in an index's address. These arguments are shown in the task's invocation, in the job's
+        files and in the node's list of processes. Give it in C(pip.conf) or C(netrc) of root on the node.
     type: list
     elements: str
     default: []

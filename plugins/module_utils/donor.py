@@ -21,11 +21,12 @@ from typing import Any, BinaryIO
 
 from .files import write_json
 from .hybrid import DonorTensor, Piece, donor_pieces, header_bytes, is_routed
+from .hybrid_source import is_foreign
 from .jobs import JobFailure, Progress, digest, is_text, read_object
 from .problems import problem
 from .safetensors_header import MAX_HEADER_BYTES, BadFile, parse_header, parse_json, read_stream
 from .safetensors_index import INDEX_NAME, is_shard_name, parse_index
-from .sources import LONGEST_PAUSE_S, Interrupted, Say, Source, unreachable, with_retries
+from .sources import LONGEST_PAUSE_S, FolderSource, Interrupted, Say, Source, UrlSource, unreachable, with_retries
 
 SHARD = ".dgxspark-donor.safetensors"
 JOURNAL = ".dgxspark-donor.json"
@@ -38,7 +39,9 @@ _NO_LIST = {"not_found", "no_sums", "not_authorised"}  # a server that offers th
 
 @dataclass
 class DonorFiles:
-    """The donor's headers. files: {name: {size, digest}}; tensors: all but the routed experts'."""
+    """The donor's headers. files: {name: {size, digest, state}}, state: what else tells that a file is still the same one;
+    tensors: all but the routed experts'.
+    """
 
     config: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -58,6 +61,7 @@ class Donor:
         names = self._names()
         found.config = self._config(names)
         shards = [name for name in names if is_shard_name(name)]
+        shards = [name for name in shards if not is_foreign(name)] or shards
         if not shards:
             remedy = "give the folder, address or repository of an FP8 checkpoint in safetensors format"
             raise JobFailure(problem("donor_no_shards", "the donor has no *.safetensors file", remedy))
@@ -65,8 +69,9 @@ class Donor:
             progress.stage("donor headers", len(shards), "files")
         twice: list[str] = []
         for name in shards:
+            state = self._state(name)
             size, tensors = self._header(name)
-            found.files[name] = {"size": size, "digest": self._digest(name)}
+            found.files[name] = {"size": size, "digest": self._digest(name), "state": state}
             twice += [tensor for tensor in tensors if tensor in found.tensors]
             found.tensors.update(tensors)
             if progress:
@@ -106,6 +111,17 @@ class Donor:
                 wait = max(self._source.pauses[tries - 1], error.after_s)
                 self._say(f"{name}: trying again in {wait:g} s: {error}")
                 self._sleep(wait)
+
+    def check_unchanged(self, files: Mapping[str, Mapping[str, Any]]) -> None:
+        """JobFailure donor_changed unless each file is what it was when its header was read."""
+        for name, before in files.items():
+            if (self._size(name), self._digest(name)) != (before["size"], before["digest"]) or self._state(name) != before.get("state"):
+                raise changed(name, "it is another file than the one whose header was read")
+
+    def _state(self, name: str) -> Any:
+        """What the source says of a file's identity besides size and digest; None when it says nothing."""
+        tell = getattr(self._source, "state", None)
+        return self._retried(lambda: tell(name)) if tell else None
 
     def _digest(self, name: str) -> str:
         """What the source says of the file's content: the hub lists its SHA-256, other sources say nothing."""
@@ -177,6 +193,51 @@ class Donor:
         }
 
 
+def changed(name: str, why: str) -> JobFailure:
+    """The failure of a donor that is another one in the middle of a transfer."""
+    remedy = "leave the donor alone, then run the same command again: the donor's tensors are fetched anew"
+    return JobFailure(problem("donor_changed", f"{name} of the donor changed while it was read: {why}", remedy))
+
+
+class FolderDonor(FolderSource):
+    """A folder that tells when one of its files is replaced or written to."""
+
+    def state(self, name: str) -> Any:
+        """Size in bytes, mtime in ns, inode."""
+        with self._guard(name):
+            info = (self.folder / name).stat()
+        return [info.st_size, info.st_mtime_ns, info.st_ino]
+
+
+class UrlDonor(UrlSource):
+    """A web server whose answers must all be of one version of each file, as far as it tells (ETag, Last-Modified)."""
+
+    def __init__(self, base: str, **how: Any) -> None:
+        super().__init__(base, **how)
+        self.notes: list[str] = []
+        self._run = os.urandom(8).hex()
+        self._seen: dict[str, list[str]] = {}
+
+    def state(self, name: str) -> Any:
+        """Its validators. Of a server that sends none, a value of this run: nothing then tells a later run that the file is the same."""
+        self.size(name)
+        if any(self._seen.get(name, [])):
+            return self._seen[name]
+        if not self.notes:
+            self.notes.append("the donor's server sends neither ETag nor Last-Modified: a donor that changes meanwhile is not noticed")
+        return [self._run]
+
+    def _open(self, name: str, method: str, headers: dict[str, str] | None = None) -> Any:
+        answer = super()._open(name, method, headers)
+        # Weak or strong: bytes are the same either way, as nothing is compressed on the way.
+        told = [(answer.headers.get("ETag") or "").removeprefix("W/"), answer.headers.get("Last-Modified") or ""]
+        before = self._seen.setdefault(name, told)
+        if told[0] != before[0] or (not told[0] and told[1] != before[1]):
+            answer.close()
+            raise changed(name, f"the server's answers have ETag or Last-Modified {before}, then {told}")
+        return answer
+
+
 def _closable(chunks: Iterator[bytes]) -> Any:
     """Something that can be closed: a connection must not wait for the garbage collector."""
     return chunks if hasattr(chunks, "close") else (chunk for chunk in chunks)
@@ -231,9 +292,10 @@ class ShardState:
 class DonorShard:
     """The file that the donor's tensors go to. written: bytes of it that this run wrote; read: bytes that it read again."""
 
-    def __init__(self, folder: Path, order: Sequence[tuple[str, DonorTensor]], layout: str, say: Say) -> None:
+    def __init__(self, folder: Path, order: Sequence[tuple[str, DonorTensor]], files: Mapping[str, Mapping[str, Any]], say: Say) -> None:
         self.path, self._journal = folder / SHARD, folder / JOURNAL
-        self._order, self._layout, self._say = order, layout, say
+        self._order, self._files, self._say = order, files, say
+        self._layout = layout_of(order, files)
         self._pieces = donor_pieces(order)
         self._head = header_bytes(self._pieces, {})
         self.size = len(self._head) + sum(piece.nbytes for piece in self._pieces)
@@ -264,11 +326,27 @@ class DonorShard:
                 have += len(chunk)
                 self.written += len(chunk)
                 progress.at(have, message="")
-                if have - synced >= SYNC_BYTES:
+                if have - synced >= SYNC_BYTES and have < self.size:
                     synced = have
                     self._vouch(stream, have, hasher.hexdigest())
+            # Not before the donor was looked at again: scales and weights must be of one and the same.
+            try:
+                donor.check_unchanged(self._files)
+            except JobFailure as failure:
+                if failure.problems[0]["class"] != "source_unreachable":
+                    self.drop()
+                raise
             self._vouch(stream, have, hasher.hexdigest())
         return ShardState(have, hasher.hexdigest())
+
+    def drop(self) -> None:
+        """Begin anew the next time."""
+        self._journal.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def whole(self) -> bool:
+        """Whether the journal vouches for all of it. Its bytes are not read."""
+        return self._vouched() == self.size and not self.path.is_symlink() and self.path.is_file()
 
     def _rest(self, donor: Donor, have: int) -> Iterator[bytes]:
         """The shard's bytes from an offset on."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -12,6 +13,11 @@ import stat
 import tempfile
 from pathlib import Path
 from typing import Any
+
+MAX_JSON_BYTES = 64 << 20  # of a JSON file of this collection's; the largest have some hundred bytes for each file of a snapshot
+
+# There is no file of that name, or something else than a file: a socket, a device without a driver, a circle of links.
+_NO_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV}
 
 
 def fsync_dir(path: Path) -> None:
@@ -60,11 +66,36 @@ def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
     atomic_write(path, json.dumps(value, indent=1, sort_keys=True) + "\n", mode)
 
 
-def read_json(path: Path) -> Any:
-    """The value in a JSON file; None when the file is absent or does not parse (an unfinished write of another tool)."""
+def read_regular(path: Path, limit: int = MAX_JSON_BYTES) -> bytes | None:
+    """A regular file's bytes, also through a link. None when there is none of at most `limit` bytes: absent, folder, FIFO, device, larger.
+
+    OSError when the file is there and cannot be read (no access, a failing disk): that must not pass for an absent one.
+    """
     try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, UnicodeDecodeError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: a FIFO must not hang us
+    except OSError as failure:
+        if failure.errno in _NO_FILE:
+            return None
+        raise
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_size > limit:
+        os.close(fd)
+        return None
+    with os.fdopen(fd, "rb") as stream:
+        raw = stream.read(limit + 1)
+    return raw if len(raw) <= limit else None
+
+
+def read_json(path: Path) -> Any:
+    """The value in a JSON file; None when there is no such regular file, or when it does not parse (an unfinished write of another tool).
+
+    OSError as read_regular; nothing else is raised, whatever the file holds.
+    """
+    # ValueError: no JSON, no UTF-8, a number of thousands of digits, a NUL in the path; RecursionError: brackets without end.
+    try:
+        raw = read_regular(path)
+        return None if raw is None else json.loads(raw.decode())
+    except (ValueError, RecursionError):
         return None
 
 

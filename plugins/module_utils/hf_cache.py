@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -137,9 +137,26 @@ def _lacking(snapshot: Path, files: dict[str, Promise], kept: Callable[[str], bo
         at = index.rpartition("/")[0]
         shards = _shards(snapshot / index)
         lacking += [name for shard in shards if (name := f"{at}/{shard}" if at else shard) not in files and kept(name)]
+    listed = {(index.rpartition("/")[0], shard) for index in indexes for shard in _shards(snapshot / index)}
+    loose = [name for name in files if (name.rpartition("/")[0], name.rpartition("/")[2]) not in listed]  # of others the index tells
+    lacking += [name for name in _gaps(loose) if name not in lacking and name not in files and kept(name)]
     if not indexes and not any(name.endswith(".safetensors") for name in files) and unfinished(snapshot.parent.parent):
         lacking.append("its weights")
     return lacking
+
+
+def _gaps(names: Iterable[str]) -> list[str]:
+    """Names that numbered sets lack: of model-00001-of-00003.safetensors and -00003- it is -00002-."""
+    sets: dict[tuple[str, str, str], set[int]] = {}
+    for name in names:
+        if match := re.fullmatch(r"(.*)-([0-9]{5})-of-([0-9]{5})(\.\w+)", name):
+            sets.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
+    return [
+        f"{stem}-{n:05}-of-{total}{end}"
+        for (stem, total, end), have in sorted(sets.items())
+        for n in range(1, int(total) + 1)
+        if n not in have
+    ]
 
 
 def _shards(index: Path) -> list[str]:

@@ -6,11 +6,12 @@ It is given this file's text on standard input and nothing else of the collectio
 
 {"do": "hello"}                                     -> {"ok": {"version", "xet"}}; xet: "" when files cannot be read that way
 {"do": "list", "repo", "revision"}                  -> {"ok": {"commit", "files": {name: {"size", "sha256", "git"}}}}
-{"do": "read", "repo", "commit", "name", "start", "end", "xet"}
+{"do": "read", "repo", "commit", "name", "start", "end", "xet", "most"}
                                                     -> {"part": {"start", "total", "end", "via"}}, any number of {"bytes": N} with N bytes
                                                        behind the line, then {"ok": {}}
 Any of them may end with {"error": {"class", "evidence", "retryable", "after_s"}} instead. sizes and offsets are bytes, `end` is exclusive
-or null. One request is answered at a time. The process ends when its standard input does.
+or null, `most` is the file's listed size or null: no byte at or after either is given. One request is answered at a time. The process
+ends when its standard input does.
 
 Files are read by ranges and not with hf_hub_download: since release 2 that one writes to a file of a new name on each call and deletes
 it on an error, so that a killed transfer of 5 GB would begin at zero (huggingface_hub 2.4, file_download._download_to_tmp_and_move).
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import html
 import importlib
 import json
 import os
@@ -34,6 +36,8 @@ from typing import Any, BinaryIO
 CHUNK = 1 << 20  # bytes, the most behind one line
 TIMEOUT_S = 30.0  # of a connection or an answer that does not come; a stalled body is taken up by a new request after that
 MOST_SHOWN = 300
+MOST_LISTED = 32 << 20  # bytes of a list of files, unpacked: some 100 000 files
+MOST_SAID = 64 << 10  # bytes of an error's page that are looked at
 NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 
 Fault = dict[str, Any]
@@ -44,6 +48,10 @@ Fault = dict[str, Any]
 
 class Unsuitable(Exception):
     """The library is not one that this client can work with."""
+
+
+class OddAnswer(Exception):
+    """An answer that is not a hub's."""
 
 
 class XetFailed(Exception):
@@ -68,6 +76,8 @@ def classify(error: BaseException, token: str = "") -> Fault:
         return _fault("xet_failed", _first_line(error), token, retryable=True)
     if isinstance(error, Unsuitable):
         return _fault("client_unsuitable", _first_line(error), token)
+    if isinstance(error, OddAnswer):
+        return _fault("hub_answer_odd", _first_line(error), token)
     if "OfflineModeIsEnabled" in names:
         return _fault("hub_unreachable", _first_line(error), token)
     if "Timeout" in names and type(error).__module__.startswith("filelock"):
@@ -82,7 +92,7 @@ def classify(error: BaseException, token: str = "") -> Fault:
     if names & {"TransportError", "ConnectionError", "TimeoutError", "RequestError"}:
         return _of_transport(error, names, token)
     if isinstance(error, ValueError):
-        return _fault("hub_error", f"the answer is not one of a hub: {_first_line(error)}", token)
+        return _fault("hub_answer_odd", f"the answer is not one of a hub: {_first_line(error)}", token)
     return _fault("hub_client_failed", f"{type(error).__name__}: {_first_line(error)}", token)
 
 
@@ -105,11 +115,13 @@ def _of_answer(error: BaseException, names: set[str], response: Any, token: str)
         return _fault(_by_text(str(said), token) or "not_authorised", evidence, token)
     if status in {404, 410}:
         return _fault("file_not_found" if "/resolve/" in _address(response) else "repo_not_found", evidence, token)
+    if status == 407:
+        return _fault("proxy_auth", evidence, token)
     if status == 429:
         return _fault("rate_limited", evidence, token, retryable=True, after_s=_retry_after(response))
     if status in {408, 425} or status >= 500:
         return _fault("hub_error", evidence, token, retryable=True, after_s=_retry_after(response))
-    return _fault("hub_error", evidence, token)
+    return _fault("hub_refused", evidence, token)
 
 
 def _of_transport(error: BaseException, names: set[str], token: str) -> Fault:
@@ -117,10 +129,12 @@ def _of_transport(error: BaseException, names: set[str], token: str) -> Fault:
     text = _first_line(error) or type(error).__name__
     if "CERTIFICATE_VERIFY_FAILED" in text:
         return _fault("hub_unreachable", f"the hub's certificate is not trusted here: {text}", token)
+    if "ProxyError" in names and re.search(r"\b407\b|Proxy Authentication", text):
+        return _fault("proxy_auth", f"the proxy refused: {text}", token)
     if "ProxyError" in names:
         return _fault("hub_unreachable", f"the proxy refused: {text}", token, retryable=True)
     if names & {"UnsupportedProtocol", "TooManyRedirects", "InvalidURL"}:
-        return _fault("hub_error", text, token)
+        return _fault("hub_answer_odd", text, token)
     told = {"ReadTimeout": f"nothing came for {TIMEOUT_S:g} s", "ConnectTimeout": f"no connection within {TIMEOUT_S:g} s"}
     return _fault("hub_unreachable", told.get(type(error).__name__, text), token, retryable=True)
 
@@ -149,12 +163,18 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _fault(kind: str, evidence: str, token: str, *, retryable: bool = False, after_s: float = 0.0) -> Fault:
-    return {"class": kind, "evidence": without(token, evidence)[: 3 * MOST_SHOWN], "retryable": retryable, "after_s": after_s}
+    return {"class": kind, "evidence": without(token, evidence)[:MOST_SHOWN], "retryable": retryable, "after_s": after_s}
 
 
 def without(secret: str, text: str) -> str:
-    """The text with the secret taken out, also where it stands in a URL's encoding."""
-    for form in {secret, urllib.parse.quote(secret, safe="")} if secret else ():
+    """The text with the secret taken out, also as Python, JSON, a page or a URL quotes it, and names and passwords in addresses."""
+    text = re.sub(r"(://)[^/\s@'\"<>]{1,500}@", r"\1***@", text)
+    if not secret:
+        return text
+    forms = {secret, repr(secret)[1:-1], repr(secret.encode())[2:-1], html.escape(secret)}
+    forms |= {json.dumps(secret, ensure_ascii=plain)[1:-1] for plain in (True, False)}
+    forms |= {quote(secret, safe=safe) for quote in (urllib.parse.quote, urllib.parse.quote_plus) for safe in ("", "/")}
+    for form in sorted(forms, key=len, reverse=True):
         text = text.replace(form, "***")
     return text
 
@@ -164,9 +184,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _line(text: str) -> str:
-    """The first line that says something, at most MOST_SHOWN characters, without the signature of a signed address."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return re.sub(r"(https?://[^\s?'\"]+)\?\S+", r"\1?...", lines[0] if lines else "")[:MOST_SHOWN]
+    """The first line that says something, without the signature of a signed address. Not cut: half a token would not be found in it."""
+    lines = [line.strip() for line in text[:MOST_SAID].splitlines() if line.strip()]
+    return re.sub(r"(https?://[^\s?'\"]+)\?\S+", r"\1?...", lines[0] if lines else "")
 
 
 def _address(response: Any) -> str:
@@ -206,24 +226,48 @@ class Library:
 
     def list(self, repo: str, revision: str) -> dict[str, Any]:
         """The commit of a revision and its files. sha256: '' for a file that is no LFS object; git: SHA-1 of the git blob."""
-        info = self._hub.HfApi(token=self._token).repo_info(repo, revision=revision, files_metadata=True, timeout=TIMEOUT_S)
-        files = {}
-        for entry in info.siblings or []:
-            lfs = entry.lfs
-            files[entry.rfilename] = {
-                "size": getattr(lfs, "size", None) if lfs else entry.size,
-                "sha256": (getattr(lfs, "sha256", "") or "") if lfs else "",
-                "git": "" if lfs else entry.blob_id or "",
-            }
-        return {"commit": info.sha, "files": files}
+        # Not with the library's repo_info: it reads whatever comes into memory, and fails in its own way on what it does not expect.
+        self._utils.validate_repo_id(repo)
+        url = f"{self._hub.HfApi(token=self._token).endpoint}/api/models/{repo}/revision/{urllib.parse.quote(revision, safe='')}"
+        headers = {**self._headers, "Accept-Encoding": "gzip"}
+        asked = {"headers": headers, "params": {"blobs": True}, "timeout": TIMEOUT_S, "follow_redirects": True}
+        data = bytearray()
+        with self._utils.get_session().stream("GET", url, **asked) as answer:
+            self._refused(answer)
+            if _encoding(answer) not in {"", "gzip"}:
+                raise OddAnswer(f"{url}: Content-Encoding {_encoding(answer)}, asked for gzip or none")
+            for chunk in answer.iter_bytes():
+                data += chunk
+                if len(data) > MOST_LISTED:
+                    raise OddAnswer(f"{url}: the list of files is over {MOST_LISTED >> 20} MiB")
+        return listed(bytes(data), url)
+
+    def _refused(self, answer: Any) -> None:
+        """Raise the library's error for an answer that is one, of which only a beginning is read."""
+        if answer.status_code < 400:
+            return
+        said = bytearray()
+        if not _encoding(answer):
+            for chunk in answer.iter_bytes(4096):
+                said += chunk
+                if len(said) >= MOST_SAID:
+                    break
+        left_out = {"content-encoding", "content-length", "transfer-encoding"}
+        headers = [(name, value) for name, value in answer.headers.multi_items() if name.lower() not in left_out]
+        self._utils.hf_raise_for_status(type(answer)(answer.status_code, headers=headers, content=bytes(said), request=answer.request))
 
     def read(self, request: dict[str, Any]) -> Iterator[Any]:
         """First a dictionary {start, total, end, via}, then chunks of bytes."""
         where = (str(request["repo"]), str(request["commit"]), str(request["name"]))
         if request.get("xet") and self.xet and (found := self._xet_file(*where)):
-            yield from self._read_xet(where, found, int(request["start"]), request["end"])
+            pieces = self._read_xet(where, found, int(request["start"]), request["end"])
         else:
-            yield from self._read_http(where, int(request["start"]), request["end"])
+            pieces = self._read_http(where, int(request["start"]), request["end"])
+        stops = [stop for stop in (request["end"], request.get("most")) if stop is not None]
+        with contextlib.closing(pieces):
+            part = next(pieces)
+            yield part
+            yield from within(pieces, min(stops) - part["start"] if stops else None)
 
     def _read_http(self, where: tuple[str, str, str], start: int, end: int | None) -> Iterator[Any]:
         """Through the hub's redirect to its content servers, which get no token: httpx drops it on the way to another origin."""
@@ -237,7 +281,9 @@ class Library:
                 size = re.fullmatch(r"bytes \*/([0-9]{1,18})", answer.headers.get("Content-Range", "").strip())
                 yield {"start": start, "total": int(size[1]) if size else max(0, start - 1), "end": None, "via": "http"}
                 return
-            self._utils.hf_raise_for_status(answer)
+            self._refused(answer)
+            if _encoding(answer):  # an offset within it would be none of the file, and a little of it may be very much
+                raise OddAnswer(f"{_address(answer)}: Content-Encoding {_encoding(answer)} of a file, asked for none")
             yield _described(answer, start)
             yield from answer.iter_bytes()  # as they come: what waits for a whole chunk is lost when the connection breaks
 
@@ -282,6 +328,59 @@ class Library:
             token_refresh_headers=self._headers,
             custom_headers=xet.xet_headers_without_auth(self._headers),
         )
+
+
+def within(chunks: Iterator[bytes], left: int | None) -> Iterator[bytes]:
+    """No more than `left` bytes, whatever comes; None: all. The end behind them is read, so that the connection is used again."""
+    for chunk in chunks:
+        if left is None:
+            yield chunk
+        elif left > 0:
+            yield chunk[:left]
+            left -= len(chunk)
+        elif chunk:
+            return
+
+
+def _encoding(answer: Any) -> str:
+    encoding = str(answer.headers.get("Content-Encoding", "")).strip().lower()
+    return "" if encoding == "identity" else encoding[:40]
+
+
+def listed(data: bytes, url: str) -> dict[str, Any]:
+    """{commit, files} of a hub's answer about a revision. OddAnswer when it is something else."""
+    try:
+        told = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise OddAnswer(f"{url}: not JSON: {_line(str(error))}; it begins {data[:40]!r}") from error
+    if not isinstance(told, dict) or not isinstance(told.get("siblings"), list):
+        raise OddAnswer(f"{url}: no list of a repository's files; it begins {data[:40]!r}")
+    commit = told.get("sha")
+    if not isinstance(commit, str) or not re.fullmatch(r"[0-9a-fA-F]{40}", commit):
+        raise OddAnswer(f"{url}: 'sha' is not a commit of 40 hexadecimal digits but {_line(repr(commit)[:60])}")
+    files: dict[str, Any] = {}
+    for entry in told["siblings"]:
+        name, file = _listed_file(entry, url)
+        if files.setdefault(name, file) != file:
+            raise OddAnswer(f"{url}: {name[:200]!r} is listed twice, with different contents")
+    return {"commit": commit.lower(), "files": files}
+
+
+def _listed_file(entry: Any, url: str) -> tuple[str, dict[str, Any]]:
+    """(name, {size, sha256, git}) of one file."""
+    name = entry.get("rfilename") if isinstance(entry, dict) else None
+    if not isinstance(name, str) or not name or re.search("[\ud800-\udfff]", name):
+        raise OddAnswer(f"{url}: a file without a name: {repr(entry)[:100]}")
+    lfs = entry.get("lfs") or None
+    of = entry if lfs is None else lfs
+    size, digest = (of.get("size"), of.get("blobId" if lfs is None else "sha256")) if isinstance(of, dict) else (of, None)
+    digits = r"[0-9a-fA-F]{40}|[0-9a-fA-F]{64}" if lfs is None else r"[0-9a-fA-F]{64}"
+    sized = isinstance(size, int) and not isinstance(size, bool) and 0 <= size < 1 << 60
+    if not (sized or (size is None and lfs is None)):
+        raise OddAnswer(f"{url}: {name[:200]!r} has the size {repr(size)[:60]}")
+    if not (isinstance(digest, str) and re.fullmatch(digits, digest)) and not (lfs is None and digest in {None, ""}):
+        raise OddAnswer(f"{url}: {name[:200]!r} has the digest {repr(digest)[:80]}")
+    return name, {"size": size, "sha256": "" if lfs is None else digest, "git": (digest or "") if lfs is None else ""}
 
 
 def _chain_has_space(error: BaseException) -> bool:

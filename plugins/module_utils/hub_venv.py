@@ -42,6 +42,18 @@ PIP: tuple[tuple[str, str, str], ...] = (
         "a mirror that changes packages cannot be used: give pip_args that point to the unchanged ones",
     ),
     (
+        "package_index_untrusted",
+        r"not a trusted or secure host",
+        "give the index by an https address, or, if its network is yours alone, let pip take it as it is: pip_args --trusted-host HOST"
+        " (checkpoint_pip_args); the packages are checked by their hashes either way",
+    ),
+    (
+        "package_index_refused",
+        r"\b40[137] (Client )?Error|HTTP error 40[137]\b|\b407 Proxy|Proxy Authentication Required",
+        "the package index, or the proxy before it, wants a name and password: give them in pip.conf or netrc on the node, or for the proxy"
+        f" in http_proxy and https_proxy; {OFFLINE}",
+    ),
+    (
         "package_index_unreachable",
         r"Temporary failure in name resolution|Name or service not known|Failed to establish a new connection|Connection refused"
         r"|Network is unreachable|No route to host|Read ?timed? ?out|Connection (timed out|reset)|ProxyError|SSLError|CERTIFICATE_VERIFY",
@@ -112,11 +124,12 @@ def make(state_dir: Path, requirements: str, pip_args: Sequence[str], say: Calla
 
 def _run(command: Sequence[str], say: Callable[[str], None]) -> tuple[int, list[str]]:
     """Exit status and the last lines of a program's output."""
-    tail: deque[str] = deque(maxlen=40)
+    tail: deque[str] = deque(maxlen=200)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd="/") as process:
         assert process.stdout
         for raw in process.stdout:
-            if line := plain(raw.decode(errors="replace")).strip():
+            line = re.sub(r"(://)[^/\s@'\"<>]+@", r"\1***@", plain(raw.decode(errors="replace")).strip())
+            if line:
                 tail.append(line)
                 say(line)
     return process.returncode, list(tail)
@@ -124,13 +137,18 @@ def _run(command: Sequence[str], say: Callable[[str], None]) -> tuple[int, list[
 
 def _pip_problem(what: str, status: int, tail: Sequence[str]) -> Problem:
     """The problem behind a failed installation."""
-    text = "\n".join(tail)
     told = [line for line in tail if line.startswith("ERROR:")] or list(tail)[-3:]
-    evidence = f"{what}: exit {status}: {' / '.join(told)[:600]}"
-    for kind, pattern, remedy in PIP:
-        if re.search(pattern, text, re.IGNORECASE):
-            return problem(kind, evidence, remedy)
-    return problem("client_not_installed", evidence, f"see the job's log; {OFFLINE}")
+    kind, remedy, cause = "client_not_installed", f"see the job's log; {OFFLINE}", ""
+    for name, pattern, help_ in PIP:
+        # The last of them: the cause of a retry is said at each one. It comes first, as pip's own ERROR only says what it led to.
+        if telling := [line for line in tail if re.search(pattern, line, re.IGNORECASE)]:
+            kind, remedy, cause = name, help_, telling[-1]
+            tries = sum("Retrying" in line for line in telling)
+            cause = f"{cause[:400]} ({tries} retries)" if tries else cause[:400]
+            break
+    lines = [cause] if cause else []
+    lines += [line for line in told if line[:400] != cause]
+    return problem(kind, f"{what}: exit {status}: {' / '.join(lines)[:900]}", remedy)
 
 
 @contextmanager

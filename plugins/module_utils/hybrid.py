@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .problems import Problem, problem
@@ -28,6 +28,7 @@ FLOAT16 = {"BF16", "F16"}
 SCALE = "_scale_inv"  # X.weight has its scales in X.weight_scale_inv
 
 _WEIGHT = ".weight"
+_MOST_EXPERTS = 100_000
 _SCALE_TYPES = {"F32", "BF16", "F16", "F8_E8M0"}
 _SHARED = {"shared_expert", "shared_experts"}
 _LAYERS = re.compile(r"((?:model\.|language_model\.)*layers\.)\d+\.")
@@ -76,10 +77,17 @@ def is_shared(name: str) -> bool:
 
 
 def donor_problems(config: Mapping[str, Any]) -> list[Problem]:
-    """What the donor's config.json says that no hybrid can keep: the result is served with the source's config.json."""
+    """What the donor's config.json says that no hybrid can keep, and warnings: the result is served with the source's config.json."""
     quantisation = config.get("quantization_config")
     quantisation = quantisation if isinstance(quantisation, Mapping) else {}
     found = []
+    method = quantisation.get("quant_method")
+    if method is None:
+        evidence = "the donor's config.json names no quant_method: that its FP8 weights are what they look like is taken from their headers"
+        found.append(problem("donor_quant_method_unknown", evidence, "check that the donor is a block-wise FP8 checkpoint", "warning"))
+    elif method != "fp8":
+        evidence = f"the donor's config.json has quant_method {shown_value(method)}; a hybrid takes weights of fp8 alone"
+        found.append(problem("donor_quant_method", evidence, "take a donor that was quantised with Transformers' fp8"))
     block = quantisation.get("weight_block_size", list(FP8_BLOCK))
     if block != list(FP8_BLOCK):
         evidence = f"the donor's config.json has weight_block_size {shown_value(block)}; loaders of a hybrid take {list(FP8_BLOCK)}"
@@ -114,6 +122,9 @@ def expected(config: Mapping[str, Any], names: Iterable[str]) -> Expected:
         return Expected(unknown=f"num_hidden_layers is {shown_value(count)}")
     if type(width) is not int or width <= 0:
         return Expected(unknown=f"shared_expert_intermediate_size is {shown_value(width)}: no shared experts")
+    experts = part.get("num_experts")
+    if type(experts) is int and experts > _MOST_EXPERTS:
+        return Expected(unknown=f"num_experts is {shown_value(experts)}, more than {_MOST_EXPERTS}")
     kinds = _layer_kinds(part, count)
     if isinstance(kinds, str):
         return Expected(unknown=kinds)
@@ -122,10 +133,13 @@ def expected(config: Mapping[str, Any], names: Iterable[str]) -> Expected:
         found = f"several prefixes of layers: {some(prefixes)}" if prefixes else "no tensor of a layer's shared expert"
         return Expected(unknown=f"the source has {found}")
     weights, unplaced = set(), set(_mtp_names(part))
+    has_experts = _expert_layers(part)
     for number, kind in enumerate(kinds):
         layer = f"{prefixes[0]}{number}"
-        if _has_experts(part, number):
+        if has_experts(number):
             weights |= {f"{layer}.mlp.shared_expert.{name}{_WEIGHT}" for name in _PROJECTIONS}
+        else:  # a dense layer is packed in the source, like attention
+            unplaced |= {f"{layer}.mlp.{name}{_WEIGHT}{end}" for name in _PROJECTIONS for end in ("", SCALE)}
         module, quantised, plain = _ATTENTION[kind]
         for name in (*quantised, *plain):
             unplaced.add(f"{layer}.{module}.{name}{_WEIGHT}")
@@ -147,12 +161,12 @@ def _layer_kinds(part: Mapping[str, Any], count: int) -> list[str] | str:
     return f"layer_types has {shown_value(odd[0])}, which is not known" if odd else kinds
 
 
-def _has_experts(part: Mapping[str, Any], number: int) -> bool:
-    """Whether a layer is a mixture of experts, as Transformers decides it for this family."""
-    dense, step = part.get("mlp_only_layers"), part.get("decoder_sparse_step", 1)
-    if isinstance(dense, list) and number in dense:
-        return False
-    return type(step) is not int or step < 1 or (number + 1) % step == 0
+def _expert_layers(part: Mapping[str, Any]) -> Callable[[int], bool]:
+    """Which layers are a mixture of experts, as Transformers decides it for this family."""
+    listed, step = part.get("mlp_only_layers"), part.get("decoder_sparse_step", 1)
+    dense = {number for number in listed if type(number) is int} if isinstance(listed, list) else set()
+    every = step if type(step) is int and step > 0 else 1
+    return lambda number: number not in dense and (number + 1) % every == 0
 
 
 def _mtp_names(part: Mapping[str, Any]) -> Iterable[str]:
@@ -181,6 +195,7 @@ class Choice:
     unplaced: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     warnings: list[Problem] = field(default_factory=list)
+    expect: dict[str, int] = field(default_factory=dict)  # numbers without which it would not be what config.json promises
 
 
 def choose(
@@ -213,7 +228,14 @@ def choose(
         evidence = f"{counted(len(other_type), 'tensor')} of another type in the donor: {some(other_type, quote=False)}"
         remedy = "nothing, if both were exported from the same model: the source's own are kept"
         choice.warnings.append(problem("donor_type_differs", evidence, remedy, "warning"))
-    return choice, _differences(choice, source, donor, expected(config, source), expect or {})
+    want = expected(config, source)
+    promised = {name for name in want.unplaced if name.startswith("mtp.")}
+    if promised and not mtp and "unplaced" not in (expect or {}):
+        want = replace(want, unplaced=want.unplaced - promised)
+        evidence = "the donor has no MTP layer, though the source's config.json promises one"
+        remedy = "nothing: the source's own MTP layer stays in any case"
+        choice.warnings.append(problem("donor_without_mtp", evidence, remedy, "warning"))
+    return choice, _differences(choice, source, donor, want, expect or {})
 
 
 def _unfit(name: str, tensor: DonorTensor, source: Mapping[str, Tensor], donor: Mapping[str, DonorTensor]) -> str:
@@ -265,8 +287,24 @@ def _differences(
         evidence += f"; {'found' if want.unknown else 'not expected'} ({len(over)}): {some(over, quote=False)}" if over else ""
         remedy = "check that source and donor are of the same model and both complete"
         remedy += "; for a donor that is known to differ give the numbers as expect"
+        if kind == "weights" and (prefixes := _other_prefixes(source, donor)):
+            evidence += "; the donor has them below {!r}, the source below {!r}: only the prefix differs".format(*prefixes)
+            remedy = "take a donor that was exported with the source's names, or rename its tensors"
         problems.append(problem(f"hybrid_{kind}_differ", evidence, remedy))
     return [*problems, *(_refusals(choice) if problems and expect else [])]
+
+
+def _other_prefixes(source: Mapping[str, Tensor], donor: Mapping[str, DonorTensor]) -> tuple[str, str] | None:
+    """(donor's, source's) prefix of layers, when the shared experts have the same names but for that."""
+    rests = []
+    for names in (donor, source):
+        found = [(match[1], name[len(match[1]) :]) for name in names if is_shared(name) and (match := _LAYERS.match(name))]
+        prefixes = {prefix for prefix, _ in found}
+        if len(prefixes) != 1:
+            return None
+        rests.append((prefixes.pop(), {rest for _, rest in found if not rest.endswith(SCALE)}))
+    (theirs, donors), (ours, sources) = rests
+    return (theirs, ours) if theirs != ours and donors & sources else None
 
 
 def _refusals(choice: Choice) -> list[Problem]:

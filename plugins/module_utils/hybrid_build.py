@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from . import hybrid_check
-from .donor import Donor, DonorShard, ShardState, layout_of
+from .donor import Donor, DonorShard, ShardState
 from .files import atomic_write, file_sha256, fsync_dir, write_json
 from .hybrid import (
     NEEDS,
@@ -38,29 +38,36 @@ from .hybrid_folder import (
     MANIFEST,
     Building,
     Places,
-    SourceFile,
-    SourceFolder,
     complete,
-    inputs_of,
+    kept_problems,
     locked,
-    look_at,
     note_of,
-    read_source,
+    output_failure,
     space_problems,
-    state_of,
 )
-from .hybrid_plan import open_donor, output_bytes, plan, spec_problems
-from .jobs import JobFailure, Progress, fitting, is_number, is_text, read_object, work_on
-from .problems import Problem, problem
+from .hybrid_plan import (
+    COUNTS,
+    PLAN,
+    counts_of,
+    identify,
+    kept_plan,
+    link_problems,
+    no_links,
+    open_donor,
+    output_bytes,
+    plan,
+    spec_problems,
+)
+from .hybrid_source import SourceFile, SourceFolder, look_at, open_source_file, read_source, state_of
+from .jobs import JobFailure, Progress, fitting, is_number, is_text, work_on
+from .problems import problem
 from .range_copy import Copier, Flusher, Pending, Truncated
 from .safetensors_compare import Report
 from .safetensors_header import BadFile, Header, read_header
-from .safetensors_index import Checkpoint, index_text
-from .snapshot_space import RESERVE_BYTES, dest_failure
+from .safetensors_index import INDEX_NAME, Checkpoint, index_text
+from .snapshot_space import RESERVE_BYTES
 from .sources import OWN_PREFIX, SOCKET_TIMEOUT_S
 
-COUNTS = ("replaced", "scales_added", "unplaced")  # of a manifest
-PLAN = ".dgxspark-donor.plan.json"
 JOURNAL_BYTES = 256 << 20  # written between two updates of the journal
 _RESUME = "run the same command again"
 
@@ -81,7 +88,7 @@ def build(spec: dict[str, Any], progress: Progress, sleep: Sleep = time.sleep) -
     except BadFile as bad:
         raise JobFailure(*bad.problems) from bad
     except OSError as error:
-        raise dest_failure(error, Path(spec["output"])) from error
+        raise output_failure(error, Path(spec["output"])) from error
 
 
 def _build(spec: dict[str, Any], progress: Progress, sleep: Sleep) -> dict[str, Any]:
@@ -96,8 +103,8 @@ def _build(spec: dict[str, Any], progress: Progress, sleep: Sleep) -> dict[str, 
 
     with locked(places, say, spec.get("lock_wait_s", LOCK_WAIT_S)):
         source = look_at(Path(spec["source"]))
-        inputs = inputs_of(spec["mode"], source.identity, spec["donor_repo"], spec["donor_revision"])
-        manifest, why = complete(places.output, inputs, source)
+        inputs = identify(spec, source)
+        manifest, why = complete(places.output, inputs, source, spec.get("expect"))
         read = 0
         if manifest and spec.get("verify") == "full":
             why, read = hybrid_check.damage(places.output, manifest, source, progress)
@@ -165,7 +172,12 @@ class _Work:
 
     def run(self) -> dict[str, Any]:
         """From whatever is there to the published folder. Returns its manifest."""
-        manifest, _ = complete(self._places.building, self._inputs, self._source)
+        wrong = kept_problems(self._places)
+        if self._spec["mode"] == "overlay":
+            wrong += link_problems(self._places, self._source)
+        if wrong:
+            raise JobFailure(*wrong)
+        manifest, _ = complete(self._places.building, self._inputs, self._source, self._spec.get("expect"))
         if manifest is None:
             checkpoint, report = read_source(self._source)
             self._building.open()
@@ -174,27 +186,28 @@ class _Work:
         return manifest
 
     def _make(self, checkpoint: Checkpoint, report: Report) -> dict[str, Any]:
+        overlay = self._links() if self._spec["mode"] == "overlay" else ""  # first: it tells whether there can be links at all
         order, facts, state, shard = self._donor_part(checkpoint, report)
         donor = read_header(shard.path)
         if self._building.donor != state.sha256:  # files that were made with other bytes of the donor
             self._building.donor = state.sha256
             self._building.forget()
         try:
-            if self._spec["mode"] == "overlay":
-                overlay = self._overlay(shard.path, donor)
-            else:
-                overlay = ""
-                self._materialize(checkpoint, donor, shard.path)
+            if overlay:
+                (self._building.folder / overlay).unlink(missing_ok=True)
+                # A second name: until the end the donor shard is what an interrupted run goes on with.
+                os.link(shard.path, self._building.folder / overlay)
+            self._files(checkpoint, donor, shard.path)
             # Headers are looked at while the disk still writes.
-            names = {*self._source.files, *([overlay] if overlay else []), self._source.index_name}
+            names = {*self._source.kept, *([overlay] if overlay else []), INDEX_NAME}
             index = self._index(checkpoint, report, donor, overlay)
             self._remove_strays(names)
             self._check(checkpoint, report, donor, overlay)
             self._flusher.finish()
             self._building.save()
         except Exception:  # a full disk, for one: what was written whole need not be written again
+            self._flusher.salvage()
             with suppress(OSError):
-                self._flusher.finish()
                 self._building.save()
             raise
         finally:
@@ -211,10 +224,9 @@ class _Work:
     ) -> tuple[list[tuple[str, DonorTensor]], dict[str, Any], ShardState, DonorShard]:
         """The donor shard: an earlier run's, or fetched now."""
         folder = self._building.folder
-        kept = _kept_plan(folder)
-        if kept:
+        if kept := kept_plan(folder, self._spec.get("expect")):
             order, facts = kept
-            shard = DonorShard(folder, order, layout_of(order, facts["files"]), self._say)
+            shard = DonorShard(folder, order, facts["files"], self._say)
             if state := shard.kept():
                 self.bytes_read += shard.read
                 self.resumed += shard.size
@@ -236,11 +248,10 @@ class _Work:
         facts: dict[str, Any] = {
             "files": {name: found.files[name] for name in sorted({tensor.file for _, tensor in order})},
             "commit": commit,
-            "replaced": len(choice.weights),
-            "scales_added": len(choice.scales),
-            "unplaced": len(choice.unplaced),
+            "expect": choice.expect,
+            **counts_of(choice),
         }
-        shard = DonorShard(folder, order, layout_of(order, facts["files"]), self._say)
+        shard = DonorShard(folder, order, facts["files"], self._say)
         self._check_space(shard)
         write_json(folder / PLAN, {"order": [[name, *tensor] for name, tensor in order], **facts})
         state = shard.fill(donor, self._progress)
@@ -255,12 +266,13 @@ class _Work:
         if found := space_problems(self._places, missing, self._spec.get("reserve_bytes", RESERVE_BYTES)):
             raise JobFailure(*found)
 
-    # --- materialize
+    # --- files
 
-    def _materialize(self, checkpoint: Checkpoint, donor: Header, shard: Path) -> None:
-        """Every file of the source but its index."""
-        names = [name for name in sorted(self._source.files) if name != self._source.index_name]
-        self._progress.stage("shards", sum(self._source.files[name].size for name in names), "B")
+    def _files(self, checkpoint: Checkpoint, donor: Header, shard: Path) -> None:
+        """Every file of the source that is copied or rewritten."""
+        links = {*self._source.linked(self._spec["mode"])}
+        names = [name for name in self._source.kept if name not in links]
+        self._progress.stage("files" if links else "shards", sum(self._source.files[name].size for name in names), "B")
         done = 0
         with shard.open("rb", buffering=0) as stream:
             for name in names:
@@ -279,14 +291,16 @@ class _Work:
         """One file of the output. pieces: None for a plain copy."""
         target = self._building.folder / name
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o755)
+        self._building.files.pop(name, None)
         out = -1
         try:
             with open_source_file(file.path) as stream:
-                if state_of(os.fstat(stream.fileno())) != file.state:
+                info = os.fstat(stream.fileno())
+                if state_of(info) != file.state:
                     raise self._source_changed(name)
                 os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
                 target.unlink(missing_ok=True)
-                out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+                out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, info.st_mode & 0o644 | 0o400)
                 size = self._fill(stream.fileno(), out, file, pieces, metadata, donor)
                 if state_of(os.fstat(stream.fileno())) != file.state:
                     raise self._source_changed(name)
@@ -324,21 +338,17 @@ class _Work:
 
     # --- overlay
 
-    def _overlay(self, shard: Path, donor: Header) -> str:
-        """Links to the source's files, and the donor shard under a name that loaders read last. Returns that name."""
-        names = [name for name in sorted(self._source.files) if name != self._source.index_name]
-        name = overlay_name([n for n in names if "/" not in n])
+    def _links(self) -> str:
+        """Hard links to the source's shards. Returns a name for the donor's that loaders read last."""
+        name = overlay_name([n for n in self._source.kept if "/" not in n])
         if not name:
-            evidence = f"no file name sorts behind {max(names)!r} for every loader"
+            evidence = f"no file name sorts behind {max(self._source.kept)!r} for every loader"
             raise JobFailure(problem("overlay_name", evidence, "rename that file of the source, or use mode materialize"))
+        names = self._source.linked("overlay")
         self._progress.stage("links", len(names), "files")
         for each in names:
             self._link(each)
             self._progress.add(1)
-        target = self._building.folder / name
-        target.unlink(missing_ok=True)
-        os.link(shard, target)  # a second name: until the end the donor shard is what an interrupted run goes on with
-        self._building.files[name] = note_of(target.lstat())
         return name
 
     def _link(self, name: str) -> None:
@@ -347,7 +357,6 @@ class _Work:
         real = os.path.realpath(file.path)  # a link to a link would be one, into a folder that the container does not see
         if os.path.lexists(target):
             if state_of(target.lstat()) == file.state:
-                self._building.files[name] = note_of(target.lstat())
                 return
             target.unlink()
         try:
@@ -360,7 +369,6 @@ class _Work:
             raise JobFailure(no_links(self._source.folder, self._places.output, real, error.strerror or str(error))) from error
         if state_of(target.lstat()) != file.state:
             raise self._source_changed(name)
-        self._building.files[name] = note_of(target.lstat())
 
     # --- index, check, manifest
 
@@ -373,7 +381,7 @@ class _Work:
                 total -= checkpoint.headers[report.owner[name]].tensors[name].nbytes
             owner[name] = overlay or report.owner[name.removesuffix(SCALE)]
             total += tensor.nbytes
-        path = self._building.folder / self._source.index_name
+        path = self._building.folder / INDEX_NAME
         text = index_text(index_document(checkpoint.index, owner, total))
         atomic_write(path, text)
         self.bytes_written += len(text.encode())
@@ -415,58 +423,35 @@ class _Work:
         self, names: list[str], order: list[tuple[str, DonorTensor]], facts: dict[str, Any], state: ShardState, overlay: str, index: str
     ) -> dict[str, Any]:
         """The manifest, last of all files."""
-        folder, index_name = self._building.folder, self._source.index_name
+        folder, taken = self._building.folder, facts["files"]
         files = {name: note_of((folder / name).lstat()) for name in names}
         donor = {"repo": self._spec["donor_repo"], "revision": self._spec["donor_revision"], "commit": facts["commit"]}
         manifest = {
             "format": FORMAT,
+            "name": self._places.output.name,
             "mode": self._spec["mode"],
             "inputs": self._inputs,
+            "expect": facts["expect"],
             "needs": NEEDS[self._spec["mode"]],
             "source": {"folder": str(self._source.folder), **(self._source.snapshot or {})},
             "donor": {
-                **donor, "files": facts["files"], "bytes": state.size, "sha256": state.sha256, "tensors": [name for name, _ in order]
+                **donor,
+                "files": {name: {"size": file["size"], "digest": file["digest"]} for name, file in taken.items()},
+                "bytes": state.size,
+                "sha256": state.sha256,
+                "tensors": [name for name, _ in order],
             },
             **{name: facts[name] for name in COUNTS},
             "overlay": overlay,
-            "index": {"name": index_name, "sha256": index},
-            "links": [name for name in files if name not in (overlay, index_name)] if overlay else [],
+            "index": {"name": INDEX_NAME, "sha256": index},
+            "links": self._source.linked(self._spec["mode"]),
             "bytes": sum(entry["size"] for entry in files.values()),
             "files": files,
-        }  # fmt: skip
+        }
         for top, _, _ in os.walk(folder):
             fsync_dir(Path(top))
         write_json(folder / MANIFEST, manifest)
         return manifest
-
-
-def open_source_file(path: Path) -> IO[bytes]:
-    """For reading. An error here is not one of the disk that is written."""
-    try:
-        return path.open("rb", buffering=0)
-    except OSError as error:
-        remedy = "mend the source's disk, mount or rights, then run again: it resumes"
-        raise JobFailure(problem("source_unreadable", f"{path}: {error.strerror or error}", remedy)) from error
-
-
-def no_links(source: Path, output: Path, real: str, why: str) -> Problem:
-    """The problem of a source whose files cannot be linked to."""
-    evidence = f"no hard link from {output.parent} to {real} ({why}): overlay links to the files of source {source}"
-    return problem("overlay_other_file_system", evidence, "put output on the file system of the source, or use mode materialize")
-
-
-def _kept_plan(folder: Path) -> tuple[list[tuple[str, DonorTensor]], dict[str, Any]] | None:
-    """What an earlier run of the same inputs decided to take."""
-    counts = dict.fromkeys(COUNTS, is_number)
-    fields = {"order": lambda v: isinstance(v, list), "files": lambda v: isinstance(v, dict), "commit": is_text, **counts}
-    noted = read_object(folder / PLAN, fields)
-    if not fields.keys() <= noted.keys():
-        return None
-    try:
-        order = [(name, DonorTensor(file, dtype, tuple(shape), start, end)) for name, file, dtype, shape, start, end in noted.pop("order")]
-    except (TypeError, ValueError):
-        return None
-    return order, noted
 
 
 def work(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from typing import Any
 
 from .files import file_sha256
 from .hybrid import Piece, header_bytes
-from .hybrid_folder import SourceFolder
-from .jobs import Progress
+from .hybrid_source import SourceFile, SourceFolder, open_source_file, source_unreadable
+from .jobs import JobFailure, Progress
 from .problems import Problem, errors, problem
 from .safetensors_compare import Report, compare
 from .safetensors_header import BadFile, Header, read_header, shown, some
-from .safetensors_index import SUFFIX, Checkpoint, read_checkpoint
+from .safetensors_index import INDEX_NAME, SUFFIX, Checkpoint, read_checkpoint
 
 READ = 1 << 20
 _FAULT = "the folder was not published; run again, and report it as a fault of the collection if it repeats"
@@ -28,7 +28,7 @@ def output_problems(folder: Path, source: Checkpoint, report: Report, donor: Hea
 
     source, report: what the output was made of; donor: the donor shard; overlay: the file that has its tensors, beside the source's.
     """
-    found = read_checkpoint(folder, source.index_name)
+    found = read_checkpoint(folder, INDEX_NAME)
     after = compare(found, last_wins=bool(overlay))
     wrong = errors(after.problems)
     read = sum(header.data_start for header in found.headers.values())
@@ -59,19 +59,22 @@ def output_problems(folder: Path, source: Checkpoint, report: Report, donor: Hea
 
 
 def damage(folder: Path, manifest: Mapping[str, Any], source: SourceFolder, progress: Progress) -> tuple[str, int]:
-    """The first difference between a complete output and what it was made of, '' for none; and the bytes that were read.
+    """The first fault of a complete output, '' for none; and the bytes that were read.
 
-    What came from the source is compared with it; the donor's tensors are hashed in the order in which they were fetched.
+    What came from the source is compared with it; the donor's tensors are hashed in the order in which they were fetched. Where output
+    and source differ, the snapshot's SHA-256 tells which of them is right. JobFailure when that is the output, or nobody knows: a build
+    from such a source would replace what may be good.
     """
-    links, index, overlay = set(manifest["links"]), manifest["index"], manifest.get("overlay", "")
-    names = [name for name in manifest["files"] if name not in links]
-    progress.stage("verify", sum(manifest["files"][name]["size"] for name in names), "B")
+    links, index, overlay = set(manifest["links"]), manifest["index"], manifest["overlay"]
+    progress.stage("verify", manifest["bytes"], "B")
     reader = _Reader(progress)
+    faults = []
     if file_sha256(folder / index["name"]) != index["sha256"]:
-        return f"{index['name']} is not the index that was written", reader.read
+        faults.append(f"{index['name']} is not the index that was written")
     taken: dict[str, tuple[Path, Header]] = {}
-    for name in names:
-        if name == index["name"]:
+    differing: dict[str, str] = {}
+    for name in manifest["files"]:
+        if name == index["name"] or name in links:
             continue
         header = _header(folder / name) if "/" not in name else None
         rewritten = header and [tensor for tensor in manifest["donor"]["tensors"] if tensor in header.tensors]
@@ -79,13 +82,39 @@ def damage(folder: Path, manifest: Mapping[str, Any], source: SourceFolder, prog
             taken.update(dict.fromkeys(rewritten, (folder / name, header)))
         if name == overlay:
             continue
-        if name not in source.files:
-            return f"{name}: the source has no such file", reader.read
-        if why := _difference(folder / name, source.files[name].path, header if rewritten else None, taken, reader):
-            return f"{name}: {why}", reader.read
+        if why := _difference(folder / name, source.files[name], header if rewritten else None, taken, reader):
+            differing[name] = why
     if _donor_sha256(manifest["donor"]["tensors"], taken, reader) != manifest["donor"]["sha256"]:
-        return "the FP8 tensors are not what was fetched from the donor", reader.read
-    return "", reader.read
+        faults.append("the FP8 tensors are not what was fetched from the donor")
+    if wrong := _source_problems(source, differing, manifest["links"], reader):
+        raise JobFailure(*wrong)
+    faults = [*(f"{name}: {why}" for name, why in differing.items()), *faults]
+    return faults[0] if faults else "", reader.read
+
+
+def _source_problems(source: SourceFolder, differing: Mapping[str, str], links: Sequence[str], reader: _Reader) -> list[Problem]:
+    """Files of the source that a snapshot's SHA-256 finds damaged, and those that differ from the output and have none."""
+    damaged, doubtful = [], []
+    for name in (*differing, *links):
+        sha256, path = source.sums.get(name), source.files[name].path
+        if sha256 is None:
+            doubtful += [f"{name} ({differing[name]})"] if name in differing else []
+            continue
+        hasher = hashlib.sha256()
+        with open_source_file(path) as stream:
+            reader.into(hasher, stream.fileno(), 0, source.files[name].size, path)
+        if hasher.hexdigest() != sha256:
+            damaged.append(f"{name} has SHA-256 {hasher.hexdigest()}, its snapshot says {sha256}")
+    found = []
+    if damaged:
+        evidence = f"{source.folder}: bytes changed after they were verified, sizes and times did not: {some(damaged, quote=False)}"
+        remedy = "run hf_snapshot with verify=full (the checkpoint role), which brings these files again; the output was left as it is"
+        found.append(problem("source_damaged", evidence, remedy))
+    if doubtful:
+        evidence = f"output and source {source.folder} differ, and no SHA-256 tells which of them is right: {some(doubtful, quote=False)}"
+        remedy = "compare the source with its origin; if it is right, delete the output and run again; nothing was changed"
+        found.append(problem("source_differs", evidence, remedy))
+    return found
 
 
 class _Reader:
@@ -95,25 +124,30 @@ class _Reader:
         self._progress = progress
         self.read = 0
 
-    def equal(self, one: int, one_at: int, other: int, other_at: int, length: int) -> bool:
-        """Whether two ranges of open files are equal."""
+    def equal(self, one: int, one_at: int, other: int, other_at: int, length: int, source: Path) -> bool:
+        """Whether two ranges of open files are equal. source: the other's path."""
         while length:
-            a, b = self._some(one, one_at, length), self._some(other, other_at, length)
+            a, b = self._some(one, one_at, length), self._some(other, other_at, length, source)
             if not a or a != b:
                 return False
             one_at, other_at, length = one_at + len(a), other_at + len(b), length - len(a)
             self._progress.add(len(a))
         return True
 
-    def into(self, hasher: Any, descriptor: int, at: int, length: int) -> None:
-        """Hash a range, as much of it as there is."""
-        while length and (chunk := self._some(descriptor, at, length)):
+    def into(self, hasher: Any, descriptor: int, at: int, length: int, source: Path | None = None) -> None:
+        """Hash a range, as much of it as there is. source: the path of a file of the source."""
+        while length and (chunk := self._some(descriptor, at, length, source)):
             hasher.update(chunk)
             at, length = at + len(chunk), length - len(chunk)
             self._progress.add(len(chunk))
 
-    def _some(self, descriptor: int, at: int, length: int) -> bytes:
-        data = os.pread(descriptor, min(READ, length), at)
+    def _some(self, descriptor: int, at: int, length: int, source: Path | None = None) -> bytes:
+        try:
+            data = os.pread(descriptor, min(READ, length), at)
+        except OSError as error:
+            if source:
+                raise source_unreadable(source, error) from error
+            raise
         os.posix_fadvise(descriptor, at, len(data), os.POSIX_FADV_DONTNEED)
         self.read += len(data)
         return data
@@ -129,21 +163,21 @@ def _header(path: Path) -> Header | None:
         return None  # not one of the checkpoint's: compared as a whole
 
 
-def _difference(path: Path, original: Path, header: Header | None, taken: Mapping[str, Any], reader: _Reader) -> str:
+def _difference(path: Path, original: SourceFile, header: Header | None, taken: Mapping[str, Any], reader: _Reader) -> str:
     """How a file differs from the source's. header: of a shard that was rewritten, of which the donor's tensors are left out."""
-    with path.open("rb", buffering=0) as have, original.open("rb", buffering=0) as want:
+    with path.open("rb", buffering=0) as have, open_source_file(original.path) as want:
         one, other = have.fileno(), want.fileno()
         if header is None:
             size = os.fstat(one).st_size
-            same = size == os.fstat(other).st_size and reader.equal(one, 0, other, 0, size)
+            same = size == os.fstat(other).st_size and reader.equal(one, 0, other, 0, size, original.path)
             return "" if same else "differs from the source's"
-        before = read_header(original)
+        before = read_header(original.path)
         for name, tensor in before.tensors.items():
             new = header.tensors.get(name)
             if new is None:
                 return f"{shown(name)} is missing"
             start, at = header.data_start + new.start, before.data_start + tensor.start
-            if name not in taken and not (new[:2] == tensor[:2] and reader.equal(one, start, other, at, tensor.nbytes)):
+            if name not in taken and not (new[:2] == tensor[:2] and reader.equal(one, start, other, at, tensor.nbytes, original.path)):
                 return f"{shown(name)} differs from the source's"
     return ""
 

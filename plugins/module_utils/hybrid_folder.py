@@ -1,14 +1,14 @@
 # Copyright (c) dgxspark.vllm authors
 # Apache License 2.0 (see LICENSE or https://www.apache.org/licenses/LICENSE-2.0)
-"""The folders of a hybrid: the source and what identifies it, the output and when it is complete, and the place where it is built.
+"""The folders of a hybrid: the output and when it is complete, and the place where it is built.
 
 An output folder appears by one rename, after its manifest was written. Whatever looks at it needs neither the donor nor a network.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import hashlib
 import os
 import re
 import shutil
@@ -16,193 +16,24 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from .files import fsync_dir, write_json
+from .hybrid_source import SourceFolder
 from .jobs import JobFailure, digest, is_text, read_object
-from .problems import Problem, errors, problem
-from .safetensors_compare import Report, compare
-from .safetensors_header import BadFile, Tensor, shown, some
-from .safetensors_index import INDEX_NAME, SUFFIX, Checkpoint, read_checkpoint
-from .snapshot_files import Notes, known
-from .snapshot_space import RESERVE_BYTES, existing, gb, mount_point
-from .sources import HEX64, OWN_PREFIX
-from .sources import MANIFEST as SNAPSHOT
+from .problems import Problem, problem
+from .safetensors_header import shown, some
+from .safetensors_index import INDEX_NAME, SUFFIX
+from .snapshot_space import RESERVE_BYTES, dest_failure, existing, gb, mount_point
+from .sources import HEX64, OWN_PREFIX, is_own
 
 MANIFEST = ".dgxspark-hybrid.json"
 JOURNAL = ".dgxspark-hybrid.journal.json"  # of the folder while it is built
 FORMAT = 1  # of what is built: another number makes every older output incomplete
 LOCK_WAIT_S = 60.0
-_NOT_OURS = {".cache", ".git", ".huggingface"}  # what download tools keep beside the files, often as large again
-_HASHED_HEADER_BYTES = 100_000_000
 _TEMPORARY = f".{OWN_PREFIX}"  # what an interrupted atomic write of a file of ours leaves
-
-
-# --- the source ------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SourceFile:
-    """A file of the source, through links. state: device, inode, size in bytes, mtime in ns."""
-
-    path: Path
-    state: tuple[int, int, int, int]
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return self.state[2]
-
-
-@dataclass
-class SourceFolder:
-    """The source as it is now. identity: equal for equal content, as far as can be told without reading all of it."""
-
-    folder: Path
-    files: dict[str, SourceFile]
-    index_name: str
-    identity: Any
-    snapshot: dict[str, Any] | None = None  # repo and revision, if it is a complete snapshot
-    problems: list[Problem] = field(default_factory=list)
-
-
-def state_of(info: os.stat_result) -> tuple[int, int, int, int]:
-    """What must stay the same while a file is used."""
-    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
-
-
-def look_at(folder: Path) -> SourceFolder:
-    """Names, sizes and identity of a source; reads headers' bytes at most, and parses none. JobFailure when it is no folder."""
-    if not folder.is_dir():
-        remedy = "download the INT4 checkpoint first (module hf_snapshot), or correct source"
-        raise JobFailure(problem("source_missing", f"source {folder} is not a folder on this node", remedy))
-    files: dict[str, SourceFile] = {}
-    problems: list[Problem] = []
-    try:
-        _walk(folder, "", files, problems, set())
-        indexes = [name for name in files if "/" not in name and name.endswith(f"{SUFFIX}.index.json")]
-        index_name = indexes[0] if len(indexes) == 1 else INDEX_NAME
-        found = SourceFolder(folder, files, index_name, None, problems=problems)
-        _identify(found)
-    except OSError as error:
-        evidence = f"{error.filename or folder}: {error.strerror or error}"
-        raise JobFailure(problem("source_unreadable", evidence, "mend the source's disk, mount or rights, then run again")) from error
-    return found
-
-
-def _walk(folder: Path, below: str, files: dict[str, SourceFile], problems: list[Problem], seen: set[tuple[int, int]]) -> None:
-    """All files below, links followed, without what tools keep for themselves."""
-    here = folder.stat()
-    if (here.st_dev, here.st_ino) in seen:
-        evidence = f"{folder} is a link to a folder that it lies in"
-        problems.append(problem("source_link_loop", evidence, "remove the link"))
-        return
-    inside = seen | {(here.st_dev, here.st_ino)}
-    for entry in sorted(os.listdir(folder)):
-        if (not below and entry in _NOT_OURS) or entry.startswith(OWN_PREFIX) or (entry.startswith(".") and entry.endswith(".part")):
-            continue
-        path, name = folder / entry, f"{below}{entry}"
-        try:
-            info = path.stat()
-        except FileNotFoundError:
-            evidence = f"{path} is a broken link: it points to {os.readlink(path)!r}" if path.is_symlink() else f"{path} has just gone"
-            remedy = "complete the source: of a hub cache keep the whole models--* folder, blobs included"
-            problems.append(problem("source_incomplete", evidence, remedy))
-            continue
-        if stat.S_ISDIR(info.st_mode):
-            _walk(path, f"{name}/", files, problems, inside)
-        elif not stat.S_ISREG(info.st_mode):
-            problems.append(problem("source_not_a_file", f"{path} is a device, socket or pipe", "remove it from the source"))
-        elif not name.isprintable():
-            problems.append(problem("bad_file_name", f"{folder}: the name {entry!r} is no printable text", "rename or remove that file"))
-        else:
-            files[name] = SourceFile(path, state_of(info))
-
-
-def _identify(found: SourceFolder) -> None:
-    """Of a snapshot its manifest, else sizes, times and headers. The index is left out: the output's is made of headers."""
-    rest = {name: file for name, file in sorted(found.files.items()) if name != found.index_name}
-    noted = known(found.folder)
-    if noted.manifest is None:
-        if noted.head or noted.raw:
-            evidence = f"{found.folder} is an unfinished snapshot: there are notes of one, and no sound {SNAPSHOT}"
-            found.problems.append(problem("source_incomplete", evidence, "run hf_snapshot (the checkpoint role) to its end first"))
-        found.identity = {"files": [_identity_of(name, file) for name, file in rest.items()]}
-        return
-    if odd := _unlike(found, noted.manifest.files, noted.files if noted.head else None):
-        evidence = f"{found.folder} is not the snapshot that {SNAPSHOT} describes: {some(odd, quote=False)}"
-        remedy = "run hf_snapshot (the checkpoint role) again: it brings what is missing or changed"
-        found.problems.append(problem("source_incomplete", evidence, remedy))
-    found.snapshot = {"repo": noted.manifest.repo, "revision": noted.manifest.revision}
-    if noted.head:
-        others = [_identity_of(name, file) for name, file in rest.items() if name not in noted.manifest.files]
-        found.identity = {"snapshot": hashlib.sha256(noted.raw).hexdigest(), "others": others}
-    else:  # nothing on this node vouches for the bytes of a manifest that was copied here
-        found.identity = {"files": [_identity_of(name, file) for name, file in rest.items()]}
-
-
-def _unlike(found: SourceFolder, files: Mapping[str, tuple[int, str]], notes: Notes | None) -> list[str]:
-    """Files that are not as the snapshot's manifest and this node's notes say. The index may have been mended since."""
-    odd = []
-    for name, (size, sha256) in sorted(files.items()):
-        have = found.files.get(name)
-        note = None if notes is None else notes.get(name, {})
-        if have is None:
-            odd.append(f"{shown(name)} is missing")
-        elif name == found.index_name:
-            continue
-        elif size != have.size:
-            odd.append(f"{shown(name)} has {have.size} bytes, not {size}")
-        elif note is not None and (note.get("sha256"), note.get("mtime_ns")) != (sha256, have.state[3]):
-            odd.append(f"{shown(name)} was changed after it was verified")
-    return odd
-
-
-def _identity_of(name: str, file: SourceFile) -> list[Any]:
-    noted: list[Any] = [name, file.size, file.state[3]]
-    if "/" not in name and name.endswith(SUFFIX):
-        with file.path.open("rb", buffering=0) as stream:
-            start = stream.read(8)
-            hasher, left = hashlib.sha256(start), int.from_bytes(start, "little")
-            left = left if left <= _HASHED_HEADER_BYTES else 0  # no header
-            while left and (chunk := stream.read(min(1 << 20, left))):
-                hasher.update(chunk)
-                left -= len(chunk)
-            noted.append(hasher.hexdigest())
-    return noted
-
-
-def read_source(found: SourceFolder) -> tuple[Checkpoint, Report]:
-    """The source's headers, compared with its index. JobFailure with everything that keeps a hybrid from being made of it."""
-    try:
-        checkpoint = read_checkpoint(found.folder, found.index_name)
-    except BadFile as bad:
-        raise JobFailure(*bad.problems) from bad
-    report = compare(checkpoint)
-    wrong = [*found.problems, *errors(report.problems)]
-    if "config.json" not in found.files:
-        wrong.append(problem("config_missing", f"{found.folder} has no config.json", "complete the source"))
-    if wrong:
-        raise JobFailure(*wrong)
-    _slim(checkpoint, report)
-    return checkpoint, report
-
-
-def _slim(checkpoint: Checkpoint, report: Report) -> None:
-    """Let go of what a build does not need: of 110,000 tensors, each shape and type once, and no second list of names."""
-    known: dict[Any, Any] = {}
-    for name, header in checkpoint.headers.items():
-        tensors = {
-            key: Tensor(known.setdefault(t.dtype, t.dtype), known.setdefault(t.shape, t.shape), t.start, t.end)
-            for key, t in header.tensors.items()
-        }
-        checkpoint.headers[name] = replace(header, tensors=tensors)
-    if checkpoint.index:
-        rest = {key: value for key, value in checkpoint.index.document.items() if key != "weight_map"}
-        checkpoint.index = replace(checkpoint.index, weight_map={}, document=rest)
-    report.mended = None
 
 
 # --- the places ------------------------------------------------------------------------------------------------------------------
@@ -233,6 +64,9 @@ class Places:
 def place_problems(source: str, output: str, donor_source: str = "hub") -> list[Problem]:
     """Places that must not be written: relative, links, overlapping source or donor, or somebody else's."""
     found: list[Problem] = []
+    for what, path in (("source", source), ("output", output)):
+        if any(ord(c) < 32 or ord(c) == 127 or 0xD800 <= ord(c) <= 0xDFFF for c in path):
+            return [problem(f"bad_{what}", f"{what} {path!r} has control characters, or is no text", "give a path that can be printed")]
     if not output.startswith("/") or os.path.realpath(output) == "/" or Path(output).name in ("", ".", ".."):
         return [
             problem("bad_output", f"output {output!r} is not an absolute folder below /", "give an absolute path of a folder of its own")
@@ -279,8 +113,14 @@ def locked(places: Places, say: Callable[[str], None], wait_s: float = LOCK_WAIT
     """One builder of an output at a time. Another one waits, then says who holds the lock."""
     places.output.parent.mkdir(parents=True, exist_ok=True)
     # Never removed: whoever waits for it holds this very file open.
-    descriptor = os.open(places.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    try:
+        descriptor = os.open(places.lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno not in {errno.ELOOP, errno.EISDIR, errno.ENXIO}:
+            raise
+        raise _lock_not_ours(places.lock, "no regular file") from error
     with os.fdopen(descriptor, "r+b", buffering=0) as stream:
+        _check_lock(descriptor, places.lock)
         until = time.monotonic() + wait_s
         while True:
             try:
@@ -295,12 +135,29 @@ def locked(places: Places, say: Callable[[str], None], wait_s: float = LOCK_WAIT
                     raise JobFailure(problem("output_locked", evidence, remedy)) from error
                 say(f"waiting for {holder}, which builds the same folder")
                 time.sleep(min(0.2, max(0.01, until - time.monotonic())))
+        _check_lock(descriptor, places.lock)
         stream.truncate(0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         try:
             yield
         finally:
             stream.truncate(0)
+
+
+def _check_lock(descriptor: int, path: Path) -> None:
+    """JobFailure unless the file may be written: ours is empty or has a process's number, and no second name."""
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode):
+        raise _lock_not_ours(path, "no regular file")
+    if info.st_nlink > 1:
+        raise _lock_not_ours(path, "a file with other names (hard links)")
+    if not re.fullmatch(rb"([0-9]{1,20}\n?)?", os.pread(descriptor, 64, 0)):
+        raise _lock_not_ours(path, "a file with content of somebody else")
+
+
+def _lock_not_ours(path: Path, what: str) -> JobFailure:
+    evidence = f"{path} is {what}, and the lock of the build has that name"
+    return JobFailure(problem("lock_not_ours", evidence, "move it away, or choose another output: it is not written to"))
 
 
 # --- complete or not -------------------------------------------------------------------------------------------------------------
@@ -329,13 +186,26 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 0
 
 
+def _is_below(name: str) -> bool:
+    """Whether a name stays inside the folder that it is joined to."""
+    return "\0" not in name and not {"", ".", ".."} & set(name.split("/"))
+
+
+def is_expect(value: Any) -> bool:
+    """Whether these are numbers given instead of those that follow from config.json."""
+    return isinstance(value, dict) and all(name in {"weights", "scales", "unplaced"} and _is_count(n) for name, n in value.items())
+
+
 _DONOR = {"sha256": lambda v: is_text(v) and HEX64.fullmatch(v) is not None, "tensors": _is_names, "bytes": _is_count}
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "format": _is_count,
     "mode": is_text,
     "inputs": is_text,
     "needs": _is_names,
-    "files": lambda v: isinstance(v, dict) and bool(v) and all(map(is_note, v.values())),
+    "name": is_text,
+    "overlay": is_text,
+    "expect": is_expect,
+    "files": lambda v: isinstance(v, dict) and bool(v) and all(map(is_note, v.values())) and all(map(_is_below, v)),
     "links": _is_names,
     "index": lambda v: isinstance(v, dict) and is_text(v.get("name")) and is_text(v.get("sha256")),
     "donor": lambda v: isinstance(v, dict) and all(fits(v.get(name)) for name, fits in _DONOR.items()),
@@ -352,7 +222,27 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     return noted if noted.keys() >= _FIELDS.keys() else None
 
 
-def complete(folder: Path, inputs: str, source: SourceFolder) -> tuple[dict[str, Any] | None, str]:
+def unexpected(noted: Mapping[str, Any], expect: Mapping[str, int] | None) -> str:
+    """How the numbers of a build differ from what is expected now; '' when they are that.
+
+    noted: its counts, and `expect`, the numbers that it was allowed against its config.json.
+    """
+    now, then = given(expect), given(noted["expect"])
+    for kind, key in (("weights", "replaced"), ("scales", "scales_added"), ("unplaced", "unplaced")):
+        if kind in now and now[kind] != noted[key]:
+            return f"has {noted[key]} {kind}, expected are {now[kind]}"
+        if kind in then and kind not in now:
+            return f"was built with {then[kind]} {kind} as expect, which is no longer given"
+    return ""
+
+
+def given(expect: Mapping[str, int] | None) -> dict[str, int]:
+    """Every number that is given: without one for scales there are as many as weights."""
+    found = dict(expect or {})
+    return {**found, "scales": found.get("scales", found["weights"])} if "weights" in found else found
+
+
+def complete(folder: Path, inputs: str, source: SourceFolder, expect: Mapping[str, int] | None = None) -> tuple[dict[str, Any] | None, str]:
     """(manifest, '') of an output that is complete and made of these inputs, else (None, why not)."""
     if not os.path.lexists(folder):
         return None, "absent"
@@ -361,17 +251,39 @@ def complete(folder: Path, inputs: str, source: SourceFolder) -> tuple[dict[str,
         return None, "no sound manifest"
     if noted["format"] != FORMAT or noted["inputs"] != inputs:
         return None, "made of other inputs, or in another mode"
-    links = set(noted["links"])
+    why = unexpected(noted, expect) or _unlisted(noted, source) or _unlike_notes(folder, noted, source)
+    return (None, why) if why else (noted, "")
+
+
+def _unlisted(noted: Mapping[str, Any], source: SourceFolder) -> str:
+    """How a manifest's list differs from the files that an output of this source has."""
+    overlay, files = noted["overlay"], noted["files"].keys()
+    if bool(overlay) != (noted["mode"] == "overlay") or noted["index"]["name"] != INDEX_NAME:
+        return "the manifest contradicts itself"
+    want = {*source.kept, INDEX_NAME, *([overlay] if overlay else [])}
+    if odd := sorted(want ^ files):
+        return f"the manifest {'lacks' if odd[0] in want else 'lists a stray file,'} {shown(odd[0])}"
+    return "" if sorted(noted["links"]) == source.linked(noted["mode"]) else "the manifest has other links than the mode makes"
+
+
+def _unlike_notes(folder: Path, noted: Mapping[str, Any], source: SourceFolder) -> str:
+    """The first file that is not as noted, or that a loader would read besides."""
+    links, folders = {*noted["links"]}, {name.rpartition("/")[0] for name in noted["files"] if "/" in name}
+    for below in sorted({"/".join(parts[:n]) for parts in (name.split("/") for name in folders) for n in range(1, len(parts) + 1)}):
+        if (folder / below).is_symlink():
+            return f"{below} is a link"
     for name, entry in noted["files"].items():
         try:
             info = (folder / name).lstat()
         except OSError:
-            return None, f"{name} is missing"
+            return f"{name} is missing"
         if not stat.S_ISREG(info.st_mode) or note_of(info) != entry:
-            return None, f"{name} was changed"
+            return f"{name} was changed"
         if name in links and (name not in source.files or source.files[name].state[:2] != (info.st_dev, info.st_ino)):
-            return None, f"{name} is no longer the same file as in the source"
-    return noted, ""
+            return f"{name} is no longer the same file as in the source"
+    shards = [name for name in sorted(os.listdir(folder)) if name.endswith(SUFFIX) and not name.startswith(".")]
+    extra = [name for name in shards if name not in noted["files"]]
+    return f"{shown(extra[0])} is not part of it, and a loader would read it" if extra else ""
 
 
 # --- building and publishing -----------------------------------------------------------------------------------------------------
@@ -397,7 +309,16 @@ class Building:
             else:
                 remove_ours(self.folder)
         self.folder.mkdir(mode=0o755, exist_ok=True)
+        for top, folders, files in os.walk(self.folder):  # nothing is ever written through a link
+            for path in (Path(top) / name for name in (*folders, *files)):
+                if path.is_symlink():
+                    path.unlink()
         self.save()
+
+    def taken_up(self) -> bool:
+        """Whether there is a journal of the same inputs, so that open() goes on from there. Writes nothing."""
+        noted = read_object(self.folder / JOURNAL, {"format": _is_count, "inputs": is_text})
+        return not self.folder.is_symlink() and (noted.get("format"), noted.get("inputs")) == (FORMAT, self._inputs)
 
     def save(self) -> None:
         """Write the journal. Only what has been flushed to the disk may be in it."""
@@ -424,12 +345,49 @@ class Building:
             if entry.startswith((OWN_PREFIX, _TEMPORARY)) and entry != MANIFEST:
                 (self.folder / entry).unlink()
         fsync_dir(self.folder)
-        if os.path.lexists(self._places.output) and not _is_empty(self._places.output):
-            if os.path.lexists(self._places.previous):
-                remove_ours(self._places.previous)
-            self._places.output.rename(self._places.previous)
+        output, previous = self._places.output, self._places.previous
+        if os.path.lexists(output) and _is_empty(output):
+            for entry in os.listdir(output):  # what interrupted writes left would keep it from being replaced
+                (output / entry).unlink()
+        elif os.path.lexists(output):
+            if found := kept_problems(self._places):
+                raise JobFailure(*found)
+            if os.path.lexists(previous):
+                remove_ours(previous)
+            output.rename(previous)
         self.folder.rename(self._places.output)
         fsync_dir(self._places.output.parent)
+
+
+def kept_problems(places: Places) -> list[Problem]:
+    """Why the previous output cannot be deleted, which a new one needs when there is one now."""
+    previous = places.previous
+    if not os.path.lexists(previous) or _is_empty(previous) or not os.path.lexists(places.output) or _is_empty(places.output):
+        return []
+    remedy = f"move it away, then run again: {places.output} is kept as {previous.name} when it is replaced"
+    noted = read_object(previous / MANIFEST, {"name": is_text, "files": lambda v: isinstance(v, dict)})
+    if noted.get("name", places.output.name) != places.output.name:
+        evidence = f"{previous} is the hybrid {noted['name']!r}, and not an older {places.output.name!r}: it is not deleted"
+        return [problem("previous_not_ours", evidence, remedy)]
+    if strangers := _strangers(previous):
+        evidence = f"{previous} has files that its manifest does not list, so that it is not deleted: {some(strangers)}"
+        return [problem("previous_not_ours", evidence, remedy)]
+    return []
+
+
+def _strangers(folder: Path) -> list[str]:
+    """What lies in a finished folder and was neither listed nor left there by this collection. All of an unfinished one is ours."""
+    if (folder / JOURNAL).exists() or not (folder / MANIFEST).exists():
+        return []
+    found: list[str] = []
+    listed = read_object(folder / MANIFEST, {"files": lambda v: isinstance(v, dict)}).get("files", {}).keys()
+    parents = {"/".join(name.split("/")[:n]) for name in listed for n in range(1, name.count("/") + 1)}
+    for top, folders, files in os.walk(folder):
+        at = Path(top).relative_to(folder)
+        folders[:] = [name for name in folders if not is_own((at / name).as_posix())]
+        found += [name for name in ((at / f).as_posix() for f in folders) if name not in parents]
+        found += [name for name in ((at / f).as_posix() for f in files) if name not in listed and not is_own(name)]
+    return sorted(found)
 
 
 def remove_ours(folder: Path) -> None:
@@ -437,6 +395,9 @@ def remove_ours(folder: Path) -> None:
     if not is_ours(folder) and not _is_empty(folder):
         evidence = f"{folder} was not made by this module (no sound {MANIFEST} in it)"
         raise JobFailure(problem("output_not_ours", evidence, "move it away or choose another output: it is not deleted"))
+    if strangers := _strangers(folder):
+        evidence = f"{folder} has files that its manifest does not list, so that it is not deleted: {some(strangers)}"
+        raise JobFailure(problem("output_not_ours", evidence, "move them away, then run again"))
     entries = sorted(folder.iterdir(), key=lambda path: path.name in (MANIFEST, JOURNAL))
     for path in entries:
         if path.is_dir() and not path.is_symlink():
@@ -468,3 +429,14 @@ def bytes_below(folder: Path) -> int:
             with suppress(OSError):
                 total += os.lstat(os.path.join(top, name)).st_size
     return total
+
+
+def output_failure(error: OSError, output: Path) -> JobFailure:
+    """What an error of writing the output means."""
+    where = f"{error.filename or output}: {error.strerror or error}"
+    if error.errno == errno.ENAMETOOLONG:
+        return JobFailure(problem("bad_output", where, "choose an output whose name and path are shorter"))
+    if error.errno == errno.EFBIG:
+        remedy = "lift the limit of the process (ulimit -f), or put output on a file system that takes larger files (FAT takes 4 GB)"
+        return JobFailure(problem("file_too_big", where, remedy))
+    return dest_failure(error, output)

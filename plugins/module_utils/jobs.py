@@ -3,8 +3,9 @@
 """Long work on the node: a transient systemd unit that outlives the connection, and what a module may say about it.
 
 A job is a folder: spec.json (what to do), attempt.json (who watches), worker.zip (the code), progress.json (replaced atomically),
-log, result.json.room (disk space held for the result), and result.json, which is written last. The unit runs the worker from the
-zip, because the module's own code is deleted as soon as the module returns.
+log, result.json.room (disk space held for the result), and result.json, which is written last. environment.json is there from the
+start until the worker has read it. The unit runs the worker from the zip, because the module's own code is deleted as soon as the module
+returns.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ RATE_WINDOW_S = 30.0
 TAIL_LINES = 25
 ROOM = "result.json.room"  # disk space that a running job holds, so that a full disk cannot keep it from saying how it ended
 ROOM_BYTES = 64 << 10
+ENVIRONMENT = "environment.json"
 RESULT_MARK = "dgxspark-vllm-job-result: "  # the log line that takes the result's place when it cannot be written
 LITTLE_BYTES = 1 << 20
 
@@ -166,7 +168,8 @@ class Units(Protocol):
         """Stop it with all its processes and wait until it is gone."""
 
 
-# A unit has a bare environment; a download must go through the same proxy as the shell's would.
+# A unit has a bare environment; a download must go through the same proxy as the shell's would. A proxy's address may have a password:
+# the worker gets them by a file for root alone, as everyone can read a command's arguments and a unit's properties.
 PASSED_ON = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "DOCKER_HOST", "DOCKER_CONFIG")
 
 
@@ -198,7 +201,6 @@ class Systemd:
         command = ["systemd-run", "--quiet", "--collect", f"--unit={unit}", f"--description={description}", "--working-directory=/"]
         command += [f"--property={p}" for p in ("Type=exec", "KillMode=control-group", "TimeoutStopSec=20", "OOMPolicy=continue")]
         command += [f"--property=StandardOutput=append:{log}", f"--property=StandardError=append:{log}"]
-        command += [f"--setenv={name}={value}" for name in PASSED_ON if (value := os.environ.get(name))]
         command += ["--setenv=HOME=/root", "--setenv=LC_ALL=C.UTF-8"]
         done = self._run(*command, "--", *(a.replace("$", "$$") for a in argv))
         if done.returncode != 0:
@@ -351,6 +353,20 @@ class Stopped(BaseException):
 Work = Callable[[dict[str, Any], Progress], dict[str, Any]]
 
 
+def _pass_on(job_folder: Path) -> None:
+    """Leave PASSED_ON for the worker."""
+    # JSON has a form for any string, also for bytes that are no text (surrogates).
+    write_json(job_folder / ENVIRONMENT, {name: value for name in PASSED_ON if (value := os.environ.get(name))}, mode=0o600)
+
+
+def _take_over(job_folder: Path) -> None:
+    """What _pass_on() left becomes this process's environment; the file goes."""
+    path = job_folder / ENVIRONMENT
+    told = read_object(path, {})
+    path.unlink(missing_ok=True)
+    os.environ.update({name: told[name] for name in PASSED_ON if is_text(told.get(name))})
+
+
 def work_on(job_folder: Path, work: Work) -> int:
     """The worker's frame: do the work, write the result last. Returns the exit status."""
 
@@ -363,6 +379,7 @@ def work_on(job_folder: Path, work: Work) -> int:
     result: dict[str, Any] = {"spec": digest(spec), "state": "failed", "problems": []}
     _hold_room(job_folder)
     try:
+        _take_over(job_folder)
         result["result"] = work(spec, Progress(job_folder / "progress.json"))
         result["state"] = "done"
     except JobFailure as failure:
@@ -562,6 +579,7 @@ class Job:
         if log.exists():
             log.rename(self.folder / "log.previous")
         write_json(self.folder / "spec.json", spec, mode=0o600)
+        _pass_on(self.folder)
         write_worker_zip(self.folder / "worker.zip", self._entry)
         atomic_write(log, b"", mode=0o600)
         argv = [sys.executable, "-I", "-B", "-u", str(self.folder / "worker.zip"), str(self.folder)]

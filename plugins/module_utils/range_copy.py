@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,18 +122,30 @@ class Flusher:
         while self.waiting:
             self._settle()
 
+    def salvage(self) -> None:
+        """All of them, after something went wrong: what reaches the disk is noted, what does not is deleted like the first."""
+        while self.waiting:
+            with suppress(OSError):
+                self._settle()
+
     def abandon(self) -> None:
         """Close without waiting: what is not noted is written again."""
         while self.waiting:
             os.close(self.waiting.pop().descriptor)
 
     def _settle(self) -> None:
-        first = self.waiting[0]
-        os.fsync(first.descriptor)
-        os.posix_fadvise(first.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        self.waiting.pop(0)
+        """The first. A file that cannot be flushed is deleted, and never asked again: the kernel tells of lost pages once, and a
+        second fsync of the same file succeeds without them."""
+        first = self.waiting.pop(0)
         try:
-            info = os.fstat(first.descriptor)
-        finally:
-            os.close(first.descriptor)
+            try:
+                os.fsync(first.descriptor)
+                os.posix_fadvise(first.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+                info = os.fstat(first.descriptor)
+            finally:
+                os.close(first.descriptor)  # a network mount may tell of a full disk only here
+        except OSError as error:
+            error.filename = error.filename or str(first.path)
+            first.path.unlink(missing_ok=True)
+            raise
         first.note(info)

@@ -10,15 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from .problems import Problem, Severity, errors, problem
 from .safetensors_header import counted, shown, shown_value, some
 from .safetensors_index import SUFFIX, Checkpoint, Index
-from .safetensors_mtp import MtpLayers, mtp_layers, mtp_names, promised_mtp_layers
+from .safetensors_mtp import MtpLayers, mtp_layers, mtp_names, promised_mtp_layers, unbelievable_numbers
 from .safetensors_quant import quantisation_problems
 
 _PRESENT = "Run this module with state=present: it writes the index that the shards' headers call for."
+_MAX_MISSING = 100_000  # each of many files can promise as many others
+_LAYERS_SHOWN = 10
 _NUMBERED = re.compile(r"(?P<prefix>.*)-(?P<number>\d{1,9})-of-(?P<total>\d{1,5})\.safetensors")
 
 
@@ -67,6 +70,10 @@ def compare(found: Checkpoint, require_mtp: bool = False, last_wins: bool = Fals
         remedy = "Download the checkpoint, in safetensors format, or correct the path."
         report.problems.append(problem("no_shards", f"there is no *{SUFFIX} file in the folder", remedy))
     _check_metadata(found, report)
+    if numbers := unbelievable_numbers(found.config):
+        evidence = f"numbers in config.json that no model has: {some(numbers, quote=False)}"
+        remedy = "Download config.json again: what it promises of layers and experts is not checked."
+        report.problems.append(problem("config_not_believable", evidence, remedy, "warning"))
     report.mtp_tensors = mtp_names(report.owner, found.config)
     # Tensors of shards that cannot be read are not to be missed a second time.
     unread = found.index.weight_map.keys() - report.owner.keys() if found.index else set()
@@ -216,18 +223,19 @@ def _without_index(found: Checkpoint, report: Report) -> None:
 
 
 def missing_numbers(files: Iterable[str]) -> list[str]:
-    """Files that NAME-00002-of-00003 names promise, counted from 1 or from 0, and that are not among `files`."""
+    """Files that NAME-00002-of-00003 names promise, counted from 1 or from 0, and that are not among `files`: at most _MAX_MISSING."""
     sets: dict[tuple[str, str, int], set[int]] = {}
     for file in files:
         if match := _NUMBERED.fullmatch(file):
             key = (match["prefix"], match["total"], len(match["number"]))
             sets.setdefault(key, set()).add(int(match["number"]))
-    missing = []
-    for (prefix, total, width), numbers in sets.items():
-        first = 0 if 0 in numbers else 1
-        expected = range(first, first + int(total))
-        missing += [f"{prefix}-{number:0{width}d}-of-{total}{SUFFIX}" for number in expected if number not in numbers]
-    return sorted(missing)
+    missing = (
+        f"{prefix}-{number:0{width}d}-of-{total}{SUFFIX}"
+        for (prefix, total, width), numbers in sets.items()
+        for number in range(1 - (0 in numbers), int(total) + 1 - (0 in numbers))
+        if number not in numbers
+    )
+    return sorted(islice(missing, _MAX_MISSING))
 
 
 def _check_metadata(found: Checkpoint, report: Report) -> None:
@@ -251,26 +259,36 @@ def _check_mtp(found: Checkpoint, report: Report, unread: Iterable[str], require
     if found.damaged:
         return  # the missing ones may be in there
     severity: Severity = "error" if require_mtp else "warning"
+    unknown = found.no_config or ("a number in config.json is not believable" if unbelievable_numbers(found.config) else "")
+    unknown = f"{unknown}, so that nothing says which MTP layers there should be" if unknown and not key else ""
     if not names:
         if not (key or require_mtp):
             return
         wanted = f"config.json promises {counted(count, 'MTP layer')} ({key})" if key else "MTP tensors are required"
         searched = f"{counted(len(report.owner), 'tensor')} in {counted(len(found.headers), 'file')}"
         evidence = f"{wanted}, but none of the {searched} is one of MTP (mtp.*, nextn)"
+        evidence += f"; {unknown}" if unknown else ""
         remedy = "The checkpoint was saved without its MTP layer: take one that has it, or serve without speculative decoding."
         report.problems.append(problem("mtp_missing", evidence, remedy, severity))
     elif report.mtp_layers.missing and not report.missing_shards:
-        wanted = f"config.json promises {counted(count, 'MTP layer')} ({key})" if key else "config.json promises no MTP layer"
-        parts = "; ".join(
-            f"{'beside the layers' if layer == '' else f'layer {layer}'} without {some(missing)}"
-            for layer, missing in report.mtp_layers.missing.items()
-        )
+        wanted = f"config.json promises {counted(count, 'MTP layer')} ({key})" if key else unknown or "config.json promises no MTP layer"
+        parts = _missing_parts(report.mtp_layers.missing)
         evidence = f"{wanted}, {counted(len(names), 'tensor')} of {counted(report.mtp_layers.found, 'layer')} found: {parts}"
         remedy = (
             "A draft that lacks tensors loads in silence and is never accepted. Download the files again, take a checkpoint that has them,"
         )
         remedy += " or serve without speculative decoding."
         report.problems.append(problem("mtp_incomplete", evidence, remedy, severity))
+
+
+def _missing_parts(layers: Mapping[str, list[str]]) -> str:
+    """What each layer lacks, of the first layers."""
+    texts = [
+        f"{f'layer {layer}' if layer else 'beside the layers'} without {some(missing)}"
+        for layer, missing in islice(layers.items(), _LAYERS_SHOWN)
+    ]
+    more = [f"and {len(layers) - _LAYERS_SHOWN} more"] if len(layers) > _LAYERS_SHOWN else []
+    return "; ".join([*texts, *more])
 
 
 def _compare_source(source: Checkpoint, report: Report, unread: Collection[str]) -> None:

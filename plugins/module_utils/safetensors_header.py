@@ -11,15 +11,17 @@ No message quotes what a file holds beyond names and entries of tensors: a link 
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import math
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple
 
 from .problems import Problem, problem
@@ -31,10 +33,11 @@ DTYPE_BITS = {
     "U64": 64,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
-MAX_TENSORS = 1_000_000  # in one file; the largest checkpoints have some 100,000 in all their files
+MAX_TENSORS = 500_000  # in one file; the largest checkpoints have some 100,000 in all their files
 METADATA = "__metadata__"
 
 _MAX_U64 = 2**64 - 1
+_MAX_PATH = 4096  # Linux' PATH_MAX
 _DOWNLOAD = "Delete this file and download it again (the checkpoint role resumes and verifies)."
 _REWRITE = "The file was written by a faulty tool: download it again or rebuild it from its source."
 # What people rename or save as .safetensors. Text is told apart separately.
@@ -124,6 +127,19 @@ def read_stream(stream: BinaryIO, name: str, size: int) -> Header:
     return Header(name, tensors, metadata, 8 + length, size)
 
 
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without garbage collection: it looks at every new object again and again, for cycles, which there are none of."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+@_no_collection()
 def parse_header(raw: bytes, name: str, data_bytes: int) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata from a header's JSON text.
 
@@ -335,7 +351,7 @@ def open_regular(path: Path, prefix: str, remedy: str) -> BinaryIO:
         raise BadFile(_unreadable(prefix, path.name, failure, remedy)) from failure
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise BadFile(problem(f"{prefix}_not_a_file", f"{path.name} is a folder or a device, not a file", f"Remove it. {remedy}"))
+        raise BadFile(problem(f"{prefix}_not_a_file", f"{shown(path.name)} is a folder or a device, not a file", f"Remove it. {remedy}"))
     return os.fdopen(fd, "rb", buffering=0)
 
 
@@ -350,7 +366,7 @@ def read_fully(stream: BinaryIO, size: int) -> bytes:
 def broken_link(path: Path, prefix: str) -> Problem:
     """The problem of a link that leads nowhere."""
     target = os.readlink(path)
-    evidence = f"{path.name} is a broken link: it points to {shown(target)}, which does not exist"
+    evidence = f"{shown(path.name)} is a broken link: it points to {shown(target)}, which does not exist"
     if "blobs/" in target:
         evidence += " (a link into a Hugging Face cache)"
         remedy = "Copy or mount the whole models--* folder, blobs included, not the snapshot alone; or download the file again."
@@ -369,6 +385,7 @@ class NotUtf8(ValueError):
     """Bytes that are no UTF-8 text."""
 
 
+@_no_collection()
 def parse_json(raw: bytes) -> tuple[Any, list[str]]:
     """A JSON value, and the object keys that are written twice in their object (the last one counts).
 
@@ -447,10 +464,21 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def shown(name: str) -> str:
-    """A name as it can stand in a message: on one line, of bearable length."""
-    text = name if name and name.isprintable() else json.dumps(name)
-    return text if len(text) <= 200 else f"{text[:200]}..."
+def shown(name: str | PurePath, limit: int = 200) -> str:
+    """A name as it can stand in a message: on one line, of bearable length. A path is not cut short: a remedy may need all of it."""
+    text, limit = (name, limit) if isinstance(name, str) else (str(name), _MAX_PATH)
+    text = text if text and text.isprintable() else json.dumps(text)
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def nested_deeper(value: Any, levels: int) -> bool:
+    """Whether objects and arrays are nested in each other more than so many times."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(levels):
+        level = [
+            inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer) if isinstance(inner, dict | list)
+        ]
+    return bool(level)
 
 
 def json_type(value: Any) -> str:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -14,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .files import atomic_write, file_sha256, read_json
+from .files import atomic_write, read_json, read_regular
 from .problems import Problem, problem
 from .safetensors_header import (
     BadFile,
     Header,
     json_type,
     lfs_pointer,
+    nested_deeper,
     open_regular,
     parse_json,
     read_fully,
@@ -37,6 +39,7 @@ PRISTINE = ".dgxspark-pristine"  # folder, beside the index, of its first origin
 SNAPSHOT = ".dgxspark-snapshot.json"  # hf_snapshot's manifest: {"files": {name: {"sha256": ...}}}
 
 _MAX_JSON_BYTES = 100_000_000
+_MAX_LEVELS = 32  # of nested objects and arrays; an index has 2, the deepest config.json some 10
 _FETCH_INDEX = "Download the index again, or delete it and run this module with state=present: it is then made from the shards' headers."
 # Files that lie beside a checkpoint without being part of it: the same weights in Mistral's own format, and adapters.
 _FOREIGN = re.compile(r"(consolidated|adapter_).*\.safetensors")
@@ -54,7 +57,10 @@ class Index:
 
 @dataclass
 class Checkpoint:
-    """What lies in a folder. headers, damaged: by file name; problems: of the other files themselves; bytes_read: of all files."""
+    """What lies in a folder. headers, damaged: by file name; problems: of the other files themselves; bytes_read: of all files.
+
+    no_config: why `config` says nothing, as "there is no config.json"; "" when it does.
+    """
 
     index_name: str = INDEX_NAME
     index_exists: bool = False
@@ -62,6 +68,7 @@ class Checkpoint:
     headers: dict[str, Header] = field(default_factory=dict)
     damaged: dict[str, list[Problem]] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    no_config: str = ""
     problems: list[Problem] = field(default_factory=list)
     entries: list[str] = field(default_factory=list)
     bytes_read: int = 0
@@ -90,7 +97,7 @@ def read_checkpoint(folder: Path, index_name: str = INDEX_NAME) -> Checkpoint:
     try:
         entries = sorted(os.listdir(folder))
     except OSError as failure:
-        evidence = f"{folder} cannot be read as a folder: {failure.strerror or failure}"
+        evidence = f"{shown(folder)} cannot be read as a folder: {failure.strerror or failure}"
         raise BadFile(problem("folder_unreadable", evidence, "Give the folder of a downloaded checkpoint as path.")) from failure
     found = Checkpoint(index_name, index_name in entries, entries=[name for name in entries if not name.startswith(".")])
     if found.index_exists:
@@ -101,6 +108,8 @@ def read_checkpoint(folder: Path, index_name: str = INDEX_NAME) -> Checkpoint:
             found.problems += bad.problems
     if "config.json" in entries:
         found.config = _read_config(folder, found)
+    else:
+        found.no_config = "there is no config.json"
     shards = _shard_names(entries, found)
     for name in shards:
         try:
@@ -148,16 +157,16 @@ def _small_file(path: Path, prefix: str, remedy: str, found: Checkpoint) -> byte
             raw = read_fully(stream, min(os.fstat(stream.fileno()).st_size, _MAX_JSON_BYTES) + 1)
             found.count(len(raw))
         except OSError as failure:
-            evidence = f"{path.name} cannot be read: {failure.strerror or failure}"
+            evidence = f"{shown(path.name)} cannot be read: {failure.strerror or failure}"
             raise BadFile(problem(f"{prefix}_unreadable", evidence, remedy)) from failure
     if len(raw) > _MAX_JSON_BYTES:
-        raise BadFile(problem(f"{prefix}_too_large", f"{path.name} has more than {_MAX_JSON_BYTES} bytes", remedy))
+        raise BadFile(problem(f"{prefix}_too_large", f"{shown(path.name)} has more than {_MAX_JSON_BYTES} bytes", remedy))
     return raw
 
 
 def _read_config(folder: Path, found: Checkpoint) -> dict[str, Any]:
     """config.json as an object; {} with a warning when it is not one."""
-    problems = found.problems
+    problems, found.no_config = found.problems, "config.json cannot be used"
     remedy = "Download config.json again: without it nobody knows whether the checkpoint should have MTP layers."
     try:
         config, _ = parse_json(_small_file(folder / "config.json", "config", remedy, found))
@@ -170,6 +179,10 @@ def _read_config(folder: Path, found: Checkpoint) -> dict[str, Any]:
     if not isinstance(config, dict):
         problems.append(problem("config_not_object", f"config.json is not an object but {json_type(config)}", remedy, "warning"))
         return {}
+    if nested_deeper(config, _MAX_LEVELS):
+        problems.append(problem("config_nested", f"config.json is nested deeper than {_MAX_LEVELS} levels", remedy, "warning"))
+        return {}
+    found.no_config = ""
     return config
 
 
@@ -184,6 +197,9 @@ def parse_index(raw: bytes, name: str = INDEX_NAME) -> tuple[Index, list[Problem
         raise BadFile(problem("index_not_json", f"{name} is {fault}{begins}", _FETCH_INDEX)) from fault
     if not isinstance(document, dict):
         raise BadFile(problem("index_not_object", f"{name} is not a JSON object but {json_type(document)}", _FETCH_INDEX))
+    if nested_deeper(document, _MAX_LEVELS):
+        # It could not be written again: Python's writer gives up on some depth, and the indentation grows with its square.
+        raise BadFile(problem("index_nested", f"{name} is nested deeper than {_MAX_LEVELS} levels; an index has 2", _FETCH_INDEX))
     weight_map, metadata = document.get("weight_map"), document.get("metadata")
     problems: list[Problem] = []
     if twice:
@@ -230,11 +246,16 @@ def _keep_pristine(folder: Path, name: str, mode: int) -> None:
 
     That one gives way when the snapshot's manifest has another digest: then a newer snapshot has come since.
     """
-    current = (folder / name).read_bytes()
+    if (folder / PRISTINE).is_symlink():
+        raise OSError(errno.ELOOP, f"the folder {PRISTINE} beside it is a link, which is not written through; remove it")
+    current = read_regular(folder / name, _MAX_JSON_BYTES)
+    if current is None:
+        raise OSError(errno.EINVAL, f"there is no file of at most {_MAX_JSON_BYTES} bytes any more")
     kept = folder / PRISTINE / name
     manifest = read_json(folder / SNAPSHOT)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     entry = files.get(name) if isinstance(files, dict) else None
     digest = entry.get("sha256") if isinstance(entry, dict) else None
-    if not kept.is_file() or (hashlib.sha256(current).hexdigest() == digest and file_sha256(kept) != digest):
+    earlier = read_regular(kept, _MAX_JSON_BYTES)
+    if earlier is None or (hashlib.sha256(current).hexdigest() == digest and hashlib.sha256(earlier).hexdigest() != digest):
         atomic_write(kept, current, mode)

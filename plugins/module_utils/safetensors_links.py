@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import NamedTuple
 
 from .problems import Problem, problem
@@ -49,8 +49,8 @@ def invisible_links(folder: Path, names: Iterable[str], root: Path, mount: str) 
     if inside == ".." or inside.startswith("../"):
         inside = os.path.relpath(os.path.realpath(folder), real_root)
     if inside == ".." or inside.startswith("../"):
-        evidence = f"{folder} does not lie in {root}, of which the container is said to see all"
-        return [problem("not_in_visible_root", evidence, f"Mount {folder}, or a folder above it, and give that as visible_root.")]
+        evidence = f"{shown(folder)} does not lie in {shown(root)}, of which the container is said to see all"
+        return [problem("not_in_visible_root", evidence, f"Mount {shown(folder)}, or a folder above it, and give that as visible_root.")]
     if leaves := _walk(real_root, inside, mount):
         return _problems([leaves], root, folder, mount)
     files = [name for name in names if name.endswith(READ_SUFFIXES) and os.path.islink(folder / name)]
@@ -97,14 +97,14 @@ def _problems(found: Iterable[_Leaves], root: Path, folder: Path, mount: str) ->
     problems = []
     for (needed, absolute), group in groups.items():
         links = some([f"{shown(leaves.name)} -> {shown(leaves.text)}" for leaves in group], quote=False)
-        evidence = f"the container sees {root} as {mount}, where these links lead nowhere ({len(group)}): {links}"
+        evidence = f"the container sees {shown(root)} as {shown(PurePath(mount))}, where these links lead nowhere ({len(group)}): {links}"
         copy = "or let the checkpoint role copy the snapshot's files, which takes content and not links"
         if needed == "/":
-            remedy = f"Copy the files with their content (cp -rL {folder} NEW_FOLDER), {copy}."
+            remedy = f"Copy the files with their content (cp -rL {shown(folder)} NEW_FOLDER), {copy}."
         elif absolute:
-            remedy = f"The links are absolute: mount {needed} under the very same path, {copy}."
+            remedy = f"The links are absolute: mount {shown(PurePath(needed))} under the very same path, {copy}."
         else:
-            place = os.path.relpath(os.path.realpath(folder), needed)
-            remedy = f"Mount {needed} instead and serve {place} below it, {copy}."
+            place = PurePath(os.path.relpath(os.path.realpath(folder), needed))
+            remedy = f"Mount {shown(PurePath(needed))} instead and serve {shown(place)} below it, {copy}."
         problems.append(problem("link_leaves_root", evidence, remedy))
     return problems

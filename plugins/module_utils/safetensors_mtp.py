@@ -8,13 +8,25 @@ A draft whose layer is incomplete loads without a word and is never accepted: no
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
+
+from .safetensors_header import shown_value
 
 # Where the language model's layers are; a vision tower's layers have other names in front.
 _LAYER = re.compile(r"(?:model\.|language_model\.)*layers\.(\d{1,9})\.(.+)")
-_MTP = re.compile(r"(?:.+\.)?mtp\.(.+)")
+# More than that nobody builds; the largest models have some 100 layers, and some 1,000 experts in each.
+MAX_LAYERS, MAX_EXPERTS = 10_000, 100_000
+_BOUNDS = {
+    "mtp_num_hidden_layers": MAX_LAYERS,
+    "num_nextn_predict_layers": MAX_LAYERS,
+    "num_hidden_layers": MAX_LAYERS,
+    "num_experts": MAX_EXPERTS,
+}
+_IN_FULL = 10  # layers of which all that is missing is listed
+_MAX_DEPTH = 4  # names in the longest part that is asked for: mlp.experts.0.gate_proj
 # What vLLM's Qwen3-Next and Qwen3.5 drafts read beside their layers, and of each layer.
 _COMMON = ("fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -27,11 +39,26 @@ _NEXTN = ("eh_proj", "enorm", "hnorm", *_NORMS, "self_attn", "mlp")
 
 @dataclass(frozen=True)
 class MtpLayers:
-    """expected: layers that config.json promises; found: of which there is any tensor; missing: parts by layer ('' for all layers)."""
+    """expected: layers that config.json promises; found: of which there is any tensor; missing: parts by layer ('' for all layers).
+
+    Of layers after the tenth that lacks any, only the first missing part is in the list.
+    """
 
     expected: int = 0
     found: int = 0
     missing: dict[str, list[str]] = field(default_factory=dict)
+
+
+def unbelievable_numbers(config: Mapping[str, Any]) -> list[str]:
+    """Numbers of config.json that nothing is concluded from, each as 'num_experts is 1000000000, more than 100000'."""
+    parts = [("", config), ("text_config.", config.get("text_config"))]
+    return [
+        f"{prefix}{key} is {shown_value(part[key])}, more than {bound}"
+        for prefix, part in parts
+        if isinstance(part, Mapping)
+        for key, bound in _BOUNDS.items()
+        if type(part.get(key)) is int and part[key] > bound
+    ]
 
 
 def promised_mtp_layers(config: Mapping[str, Any]) -> tuple[str, int]:
@@ -40,7 +67,7 @@ def promised_mtp_layers(config: Mapping[str, Any]) -> tuple[str, int]:
     for prefix, part in parts:
         for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers"):
             count = part.get(key) if isinstance(part, Mapping) else None
-            if type(count) is int and count > 0:
+            if type(count) is int and 0 < count <= MAX_LAYERS:
                 return prefix + key, count
     return "", 0
 
@@ -50,7 +77,8 @@ def _numbered_on(config: Mapping[str, Any]) -> range:
     key, promised = promised_mtp_layers(config)
     part = config["text_config"] if key.startswith("text_config.") else config
     last = part.get("num_hidden_layers")
-    return range(last, last + promised) if type(last) is int and key.endswith("num_nextn_predict_layers") else range(0)
+    numbered = type(last) is int and last <= MAX_LAYERS and key.endswith("num_nextn_predict_layers")
+    return range(last, last + promised) if numbered else range(0)
 
 
 def mtp_names(tensors: Iterable[str], config: Mapping[str, Any]) -> list[str]:
@@ -82,14 +110,14 @@ def mtp_layers(names: Collection[str], config: Mapping[str, Any]) -> MtpLayers:
             return _judge(promised, parts, after, lambda have: (part for part in _NEXTN if part not in have))
     common: set[str] = set()
     for name in names:
-        if not (match := _MTP.fullmatch(name)):
+        if not (path := _below_mtp(name)):
             continue
-        first, _, rest = match[1].partition(".")
+        first, _, rest = path.partition(".")
         number, _, inside = rest.partition(".")
-        if first == "layers" and number.isdecimal():
+        if first == "layers" and number.isdecimal() and len(number) < len(str(MAX_LAYERS)):
             parts.setdefault(int(number), set()).update(_prefixes(inside))
         else:
-            common.update(_prefixes(match[1]))
+            common.update(_prefixes(path))
     # The key is Qwen's own; where another promises, the names have to show that they are meant in Qwen's way.
     if not (key.endswith("mtp_num_hidden_layers") or parts or common & set(_COMMON)):
         return MtpLayers(promised, 0)
@@ -100,22 +128,31 @@ def mtp_layers(names: Collection[str], config: Mapping[str, Any]) -> MtpLayers:
     return layers
 
 
-def _judge(promised: int, parts: Mapping[int, set[str]], wanted: range, missing_of: Any) -> MtpLayers:
-    missing = {}
+def _below_mtp(name: str) -> str:
+    """'model.mtp.layers.0.x' -> 'layers.0.x': what follows the last module called mtp; '' when there is none."""
+    _, found, rest = name.rpartition(".mtp.")
+    return rest if found else name[4:] if name.startswith("mtp.") else ""
+
+
+def _judge(promised: int, parts: Mapping[int, set[str]], wanted: range, missing_of: Callable[[set[str]], Iterator[str]]) -> MtpLayers:
+    missing: dict[str, list[str]] = {}
     for number in wanted:
-        lacking = list(missing_of(parts[number])) if number in parts else ["everything"]
+        rest = missing_of(parts[number]) if number in parts else iter(["everything"])
+        lacking = list(rest if len(missing) < _IN_FULL else islice(rest, 1))
         if lacking:
             missing[str(number)] = lacking
     return MtpLayers(promised, len(parts), missing)
 
 
 def _prefixes(path: str) -> Iterator[str]:
-    """'a.b.weight' -> 'a', 'a.b': the modules that a tensor shows to be there, and the tensor itself."""
+    """'a.b.weight' -> 'a', 'a.b', 'a.b.weight': the modules that a tensor shows to be there, and itself, to the depth asked for."""
     at = path.find(".")
-    while at >= 0:
+    for _ in range(_MAX_DEPTH):
+        if at < 0:
+            yield path
+            return
         yield path[:at]
         at = path.find(".", at + 1)
-    yield path
 
 
 def _missing_of_layer(have: Collection[str], config: Mapping[str, Any]) -> Iterator[str]:
@@ -125,6 +162,8 @@ def _missing_of_layer(have: Collection[str], config: Mapping[str, Any]) -> Itera
     text = config.get("text_config")
     sizes = text if isinstance(text, Mapping) else config
     experts = sizes.get("num_experts")
+    if type(experts) is int and experts > MAX_EXPERTS:
+        return
     if not (type(experts) is int and experts > 0) and "mlp.experts" not in have:
         yield from (f"mlp.{part}" for part in _MATRICES if f"mlp.{part}" not in have)
         return

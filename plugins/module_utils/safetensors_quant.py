@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import json
 import math
 import re
 import time
@@ -31,7 +30,7 @@ _NEVER_QUANTISED = re.compile(r"norm|embed|router|conv|(^|\.)(gate|shared_expert
 # Bounds for expressions from config.json, which anybody may have written: characters, steps of one match, seconds for all.
 _MAX_PATTERN = 500
 _MAX_STEPS = 10**8
-_MATCH_SECONDS = 20.0
+_MATCH_SECONDS = 10.0
 _QUANTIFIER = re.compile(r"(?:[*+?]|\{\d*,?\d*\})[?+]?")
 _REGEX_TOKEN = re.compile(rf"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:#|[aiLmsu]*x)?|{_QUANTIFIER.pattern}|.", re.DOTALL)
 _SOURCE = "The checkpoint was written by a faulty build or export: build it again, or download it again."
@@ -114,11 +113,25 @@ def _head_problems(tensors: Mapping[str, Tensor], quantisation: Mapping[str, Any
     """A quantised lm_head of which config.json knows nothing."""
     packed = [name for name in tensors if name.endswith(("lm_head.qweight", "lm_head.weight_packed"))]
     said = {key: value for key, value in quantisation.items() if key not in _IGNORE_KEYS and not (key == "lm_head" and value is not True)}
-    if not packed or not quantisation or "lm_head" in json.dumps(said):
+    if not packed or not quantisation or _mentions(said, "lm_head"):
         return []
     evidence = f"{packed[0]} is quantised, but quantization_config in config.json does not list lm_head as quantised"
     remedy = "vLLM stops with: no module or parameter named 'lm_head.qweight'. Take an export with a plain lm_head, or correct config.json."
     return [problem("lm_head_quantised", evidence, remedy, "warning")]
+
+
+def _mentions(value: Any, text: str) -> bool:
+    """Whether any key or string inside of a JSON value contains a text. Not by recursion, which deep values break."""
+    todo = [value]
+    while todo:
+        inner = todo.pop()
+        if isinstance(inner, str) and text in inner:
+            return True
+        if isinstance(inner, Mapping):
+            todo += [*inner.keys(), *inner.values()]
+        elif isinstance(inner, list):
+            todo += inner
+    return False
 
 
 def _mtp_problems(tensors: Mapping[str, Tensor], quantisation: Mapping[str, Any], mtp: Collection[str]) -> list[Problem]:
@@ -135,8 +148,9 @@ def _mtp_problems(tensors: Mapping[str, Tensor], quantisation: Mapping[str, Any]
         uncovered = [module for module in plain if not ignored.covers(module)]
         if uncovered and ignored.unchecked:
             evidence = f"not checked: {len(ignored.unchecked)} of the entries of quantization_config's ignore list, against "
-            evidence += f"{counted(len(uncovered), 'MTP module')}, as the expression could take for ever: {some(ignored.unchecked)}"
-            remedy = "Write the expression without repetitions inside of repeated groups, in at most 500 characters, as re:.*mtp.*"
+            evidence += f"{counted(len(uncovered), 'MTP module')}, as an expression could take for ever, or all entries took more than "
+            evidence += f"{_MATCH_SECONDS:g} s: {some(ignored.unchecked)}"
+            remedy = "Write few expressions, without repetitions inside of repeated groups, in at most 500 characters, as re:.*mtp.*"
             problems.append(problem("mtp_ignore_not_checked", evidence, remedy, "warning"))
         elif uncovered:
             evidence = (
@@ -165,19 +179,29 @@ def _is_plain_linear(name: str, tensor: Tensor) -> bool:
 class IgnoreList:
     """Which modules stay unquantised: entries are names or parts of one, globs, or re: and an expression.
 
-    unchecked: entries that might match but were not tried, as they could take for ever.
+    unchecked: entries that might match but were not tried, as they could take for ever; all of them, once the time for all has passed.
     """
 
     def __init__(self, entries: Collection[str]) -> None:
         self.unchecked: dict[str, None] = {}
-        self._plain: list[str] = []
+        self._entries = list(dict.fromkeys(entries))
         self._patterns: list[tuple[str, re.Pattern[str], int, int]] = []
-        self._deadline = time.monotonic() + _MATCH_SECONDS
-        for entry in entries:
-            if not entry.startswith("re:") and not set(entry) & set("*?["):
-                self._plain.append(entry)
-            else:
+        self._deadline, self._ended = time.monotonic() + _MATCH_SECONDS, False
+        self._plain = {entry for entry in self._entries if not entry.startswith("re:") and not set(entry) & set("*?[")}
+        self._sizes = {len(entry) for entry in self._plain}
+        self._counts = sorted({entry.count(".") + 1 for entry in self._plain})
+        for entry in self._entries:
+            if self._late():
+                break
+            if entry not in self._plain:
                 self._add_pattern(entry)
+
+    def _late(self) -> bool:
+        """Whether the time for all entries and modules has passed."""
+        if not self._ended and time.monotonic() > self._deadline:
+            self._ended = True
+            self.unchecked.update(dict.fromkeys(self._entries))
+        return self._ended
 
     def _add_pattern(self, entry: str) -> None:
         is_regex = entry.startswith("re:")
@@ -191,14 +215,32 @@ class IgnoreList:
             self._patterns.append((entry, re.compile(entry[3:] if is_regex else fnmatch.translate(entry)), *choices))
 
     def covers(self, module: str) -> bool:
-        """Whether an entry covers a module, by its own or its fused name."""
+        """Whether an entry covers a module, by its own or its fused name. False, once it is late."""
         parent, _, last = module.rpartition(".")
         names = [module, f"{parent}.{_FUSED[last]}"] if last in _FUSED else [module]
-        return any(any(f".{entry}." in f".{name}." for entry in self._plain) or self._matches(name) for name in names)
+        return any(self._names(name) for name in names) or any(self._matches(name) for name in names)
+
+    def _names(self, name: str) -> bool:
+        """Whether a plain entry is the name, or whole parts of it that follow each other. Asks for the parts, as entries may be many."""
+        dots = [-1, *(dot.start() for dot in re.finditer(r"\.", name)), len(name)]
+        for count in self._counts:
+            if count >= len(dots) or self._late():
+                return False
+            for first in range(len(dots) - count):
+                start, end = dots[first] + 1, dots[first + count]
+                if end - start not in self._sizes:
+                    continue
+                if name[start:end] in self._plain:
+                    return True
+                if self._late():
+                    return False
+        return False
 
     def _matches(self, name: str) -> bool:
         for entry, pattern, fixed, repeats in self._patterns:
-            if fixed * math.comb(len(name) + repeats, repeats) > _MAX_STEPS or time.monotonic() > self._deadline:
+            if self._late():
+                return False
+            if fixed * math.comb(len(name) + repeats, repeats) > _MAX_STEPS:
                 self.unchecked[entry] = None
             elif pattern.match(name):
                 return True

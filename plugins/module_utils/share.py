@@ -41,10 +41,16 @@ PIECE = 16 << 20  # bytes between two looks at the clock, and between two words 
 CLIENTS = 32  # connections at once; more are asked to come again
 QUIET_S = 60  # the longest that a connection may neither send nor take a byte
 LOOK_S = 0.2
-RUN_AGAIN = "run the checkpoint role on this node first, which completes and verifies it"
 
+FULL = " with checkpoint_verify: full"  # as only the content tells that it is another
 NONE: Mapping[str, str] = {}
 STATE = {"url": is_text, "token": is_text, "port": is_number, "manifest_sha256": is_text}
+
+
+def run_again(how: str = "") -> str:
+    """What makes a snapshot of this node whole. The node is named: who reads this started a play of several."""
+    host = socket.gethostname()
+    return f"on {host}, run the checkpoint role there first{how}: ansible-playbook ... -l {host} (its name in the inventory)"
 
 
 # --- where it listens ----------------------------------------------------------------------------------------------------------------
@@ -114,7 +120,7 @@ class Offer:
         self.sha256 = hashlib.sha256(self.manifest).hexdigest()
         manifest = parse_manifest(self.manifest)
         if manifest is None:
-            raise JobFailure(problem("snapshot_damaged", f"{folder / MANIFEST} is not a manifest of this collection", RUN_AGAIN))
+            raise JobFailure(problem("snapshot_damaged", f"{folder / MANIFEST} is not a manifest of this collection", run_again()))
         self.files = manifest.files
         self._lock = threading.Lock()
         self._same: dict[tuple[Any, ...], bool] = {}
@@ -124,9 +130,9 @@ class Offer:
             with path.open("rb") as stream:
                 data = stream.read(MAX_LIST_BYTES + 1)
         except OSError as error:
-            raise JobFailure(problem("snapshot_incomplete", f"{path}: {error.strerror}; it is written last", RUN_AGAIN)) from error
+            raise JobFailure(problem("snapshot_incomplete", f"{path}: {error.strerror}; it is written last", run_again())) from error
         if len(data) > MAX_LIST_BYTES:
-            raise JobFailure(problem("snapshot_damaged", f"{path} is over {MAX_LIST_BYTES >> 20} MiB", RUN_AGAIN))
+            raise JobFailure(problem("snapshot_damaged", f"{path} is over {MAX_LIST_BYTES >> 20} MiB", run_again()))
         return data
 
     @property
@@ -141,7 +147,7 @@ class Offer:
             try:
                 self.place(name).close()
             except OSError as error:
-                found.append(problem("snapshot_incomplete", f"{self.folder / name}: {error.strerror or error}", RUN_AGAIN))
+                found.append(problem("snapshot_incomplete", f"{self.folder / name}: {error.strerror or error}", run_again(FULL)))
         return found
 
     def place(self, name: str) -> IO[bytes]:
@@ -316,7 +322,8 @@ class _Handler(BaseHTTPRequestHandler):
             stream = offer.place(name)
         except OSError as error:
             self.server.say(f"{offer.folder / name}: {error.strerror or error}")
-            self._plain(409, f"The file {error.strerror or error}")
+            # In the status line as well as behind it: a reader's message has at least that.
+            self._plain(409, f"The file {error.strerror or error}; {run_again(FULL)}")
             return
         with stream:
             self._span(name, stream, *offer.files[name])
@@ -354,10 +361,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _plain(self, status: int, reason: str, more: Mapping[str, str] = NONE) -> None:
+        reason = re.sub(r"[^ -~]", "?", reason)
+        text = f"{reason}\n".encode()
         self.send_response(status, reason)
-        for key, value in {**more, "Content-Length": "0"}.items():
+        for key, value in {"Content-Type": "text/plain", **more, "Content-Length": str(len(text))}.items():
             self.send_header(key, value)
         self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(text)
 
     def log_message(self, format: str, *args: Any) -> None:
         """What was sent is said where it is sent."""

@@ -26,23 +26,28 @@ from .jobs import JobFailure, Progress, is_text, work_on
 from .problems import Problem, problem
 from .snapshot_fetch import Fetch, Fetched, Meter
 from .snapshot_files import (
+    HUB_TOOLS,
+    HUB_TOOLS_PARTS,
     Book,
     Digests,
     Known,
     Notes,
     Request,
     Wanted,
+    foreign,
     in_the_way,
     is_note,
     known,
+    linked,
     note,
+    other_repo,
     part_name,
     plan,
     size_of,
     stale_parts,
 )
 from .snapshot_lock import locked
-from .snapshot_space import Need, check_space, dest_failure, needs_of
+from .snapshot_space import Need, check_space, needs_of, place_failure
 from .snapshot_way import Way, branch_note
 from .sources import CHUNK, MANIFEST, SOCKET_TIMEOUT_S, Promise, source_kind
 
@@ -56,6 +61,8 @@ OF_ONE_FILE = {"source_incomplete", "source_damaged", "not_found", "file_not_fou
 def survey(dest: Path, request: Request, mutable: Sequence[str], way: Way) -> tuple[Known, Wanted, dict[str, str]]:
     """What is noted, what is wanted, and why each file that is not right is not; nothing is read but lists."""
     noted = known(dest)
+    if found := other_repo(dest, noted, request.repo):
+        raise JobFailure(*found)
     manifest = noted.of(request)
     if manifest:  # the source may be gone by now, and need not be asked
         wanted = Wanted(manifest.revision, manifest.sums_sha256, manifest.promises(), manifest.ignore_patterns)
@@ -66,9 +73,16 @@ def survey(dest: Path, request: Request, mutable: Sequence[str], way: Way) -> tu
 
 
 def missing_bytes(
-    dest: Path, files: Mapping[str, Promise], names: Sequence[str], size: Callable[[str], int | None]
+    dest: Path,
+    files: Mapping[str, Promise],
+    names: Sequence[str],
+    size: Callable[[str], int | None],
+    sizes: dict[str, int] | None = None,
 ) -> tuple[int, int | None]:
-    """Bytes still to come, and the size of these files (None when it is not told of all). JobFailure with all that are missing."""
+    """Bytes still to come, and the size of these files (None when it is not told of all). JobFailure with all that are missing.
+
+    sizes: gets what is told of each.
+    """
     still, total, unknown = 0, 0, False
     gone: list[Problem] = []
     for name in names:
@@ -82,6 +96,8 @@ def missing_bytes(
         if whole is None:
             unknown = True
             continue
+        if sizes is not None:
+            sizes[name] = whole
         part = size_of(dest / part_name(name, files[name]))
         total += whole
         still += whole - part if part <= whole else whole
@@ -93,9 +109,13 @@ def missing_bytes(
 def space_needed(dest: Path, still: int, wanted: Wanted, known_size: int | None, spec: Mapping[str, Any]) -> list[Problem]:
     """Whether the rest of the snapshot fits, and what else the module was told of."""
     needs = [Need(dest, still, "what is missing of the snapshot"), *needs_of(spec.get("space") or [], known_size)]
-    left = [(str(p), size_of(p)) for p in stale_parts(dest, wanted.files)]
+    left = [(str(p), size_of(p)) for p in _stale(dest, wanted, known(dest).files)]
     cache = hf_cache.find(spec["source"], spec["repo"]) if source_kind(spec["source"]) == "folder" else None
     return check_space(needs, left + (hf_cache.unfinished(cache) if cache else []))
+
+
+def _stale(dest: Path, wanted: Wanted, noted: Notes) -> list[Path]:
+    return stale_parts(dest, wanted.files, [part_name(name, promise) for name, promise in wanted.files.items()], noted)
 
 
 def difference(todo: Mapping[str, str], removed: Sequence[str], files: Mapping[str, Promise]) -> tuple[str, str]:
@@ -125,7 +145,7 @@ def bring(spec: dict[str, Any], progress: Progress, sleep: Callable[[float], Non
             result = _bring(spec, request, way, Meter(progress, guard), sleep)
             result["notes"] = [*filter(None, [branch_note(request, result["revision"])]), *way.notes]
     except OSError as error:
-        raise dest_failure(error, dest) from error
+        raise place_failure(error, dest, Path((spec.get("hub") or {}).get("state_dir") or dest)) from error
     except JobFailure:
         if mine:
             with suppress(OSError):
@@ -142,7 +162,9 @@ def _bring(spec: dict[str, Any], request: Request, way: Way, meter: Meter, sleep
     meter.stage("list", message="asking what is to be brought")
     noted, wanted, todo = survey(dest, request, mutable, way)
     good, todo = _verified(dest, noted, wanted, todo, mutable, spec["verify"] == "full", meter)
-    leavers = [name for name in noted.files if name not in wanted.files]
+    if blocked := [*foreign(dest, noted, todo), *in_the_way(dest, {name: wanted.files[name] for name in todo})]:
+        raise JobFailure(*blocked)  # nothing has been changed, and nothing noted: the folder stays whose it was
+    leavers = [name for name in noted.files if name not in wanted.files and not linked(dest, name)]
     whole = noted.of(request) is not None
     if whole and not todo and not leavers and noted.same(request) and good == noted.files:
         return _report(good, hashlib.sha256(noted.raw).hexdigest(), wanted, 0, ("", ""))
@@ -150,10 +172,8 @@ def _bring(spec: dict[str, Any], request: Request, way: Way, meter: Meter, sleep
     book.unfinished(good)
     resumed = 0 if whole else sum(size_of(dest / name) for name in good)
     if todo:
-        if blocked := in_the_way(dest, {name: wanted.files[name] for name in todo}):
-            raise JobFailure(*blocked)
         resumed += _fetch(spec, wanted, todo, good, book, way, meter, sleep)
-    stale = stale_parts(dest, wanted.files)
+    stale = _stale(dest, wanted, noted.files)
     _tidy(dest, [*(dest / name for name in leavers), *stale])
     made = book.manifest(good).raw()
     if wanted.manifest and made != wanted.manifest:
@@ -221,25 +241,31 @@ def _fetch(
 ) -> int:
     """Bring the files of todo into `good`; returns how many of their bytes were there already."""
     dest, source = Path(spec["dest"]), way.source(wanted.revision)
-    still, total = missing_bytes(dest, wanted.files, list(todo), way.size)
+    sizes: dict[str, int] = {}
+    still, total = missing_bytes(dest, wanted.files, list(todo), way.size, sizes)
     whole = None if total is None else total + sum(int(entry["size"]) for entry in good.values())
     if found := space_needed(dest, still, wanted, whole, spec):
         raise JobFailure(*found)
     meter.stage("download" if way.kind in {"hub", "url"} else "copy", total, "B")
-    fetch, resumed = Fetch(source, dest, meter, sleep), 0
+    fetch, resumed = Fetch(source, dest, meter, sleep, sizes), 0
     for name, why in todo.items():
         print(f"{name}: {why}", flush=True)
 
     def done(name: str, got: Fetched) -> None:
         nonlocal resumed
         good[name] = note(dest, name, got.sha256)
-        book.unfinished(good)
+        book.grown(good)
         resumed += got.resumed
 
     # Small files first: what is wrong with a whole repository shows on them.
     order = sorted(todo, key=lambda name: (wanted.files[name].size or 0, name))
     workers = int(spec["workers"]) if way.kind in {"hub", "url"} else 1
-    fetch.files([(name, wanted.files[name]) for name in order], workers, done)
+    try:
+        fetch.files([(name, wanted.files[name]) for name in order], workers, done)
+    except BaseException:
+        with suppress(OSError):  # a full disk, or a folder that is gone: that is told already
+            book.unfinished(good)
+        raise
     return resumed
 
 
@@ -247,8 +273,13 @@ def _tidy(dest: Path, paths: Sequence[Path]) -> None:
     """Remove files that are left over, folders that are empty then, and what the hub's own tools noted here."""
     for path in paths:
         path.unlink(missing_ok=True)
-    shutil.rmtree(dest / ".cache" / "huggingface", ignore_errors=True)
-    for folder in sorted({p for path in [*paths, dest / ".cache" / "x"] for p in path.parents if dest in p.parents}, reverse=True):
+    tools = dest / HUB_TOOLS
+    if not linked(dest, f"{HUB_TOOLS_PARTS}/x") and (dest / HUB_TOOLS_PARTS).is_dir():
+        shutil.rmtree(dest / HUB_TOOLS_PARTS, ignore_errors=True)
+        for name in (".gitignore", "CACHEDIR.TAG"):  # a cache or a token beside them is not of a download into this folder
+            with suppress(OSError):
+                (tools / name).unlink()
+    for folder in sorted({p for path in [*paths, tools / "x"] for p in path.parents if dest in p.parents}, reverse=True):
         with suppress(OSError):
             folder.rmdir()
 

@@ -9,7 +9,7 @@ import queue
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +69,16 @@ class Fetched:
 class Fetch:
     """Brings files of one source to one folder. May be used by several threads for different files."""
 
-    def __init__(self, source: Source, dest: Path, meter: Meter, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(
+        self,
+        source: Source,
+        dest: Path,
+        meter: Meter,
+        sleep: Callable[[float], None] = time.sleep,
+        sizes: Mapping[str, int] | None = None,
+    ) -> None:
         self._source, self._dest, self._meter, self._sleep = source, dest, meter, sleep
+        self._sizes = sizes or {}  # bytes of files as the source told them before
         self.stop = threading.Event()
 
     def file(self, name: str, promise: Promise) -> Fetched:
@@ -126,9 +134,13 @@ class Fetch:
                     continue
                 if None not in (piece.total, promise.size) and piece.total != promise.size:
                     return resumed, digests, f"the source has {piece.total} bytes, {promise.size} are promised"
+                most = self._sizes.get(name) if total is None else total  # a server that never ends must not fill the disk
                 for chunk in piece.chunks:
                     if self.stop.is_set():
                         raise Abandoned
+                    if most is not None and digests.size + len(chunk) > most:
+                        _end(piece.chunks)
+                        return resumed, digests, f"more than the {most} bytes that are promised come from the source"
                     _write_all(part, chunk)
                     digests.update(chunk)
                     self._meter.at(name, digests.size, message="")
@@ -225,6 +237,12 @@ def _pointer(part: IO[bytes], name: str, size: int) -> Problem | None:
     start = part.read(POINTER_BYTES)
     part.seek(0, os.SEEK_END)
     return lfs_pointer(start, name, size)
+
+
+def _end(chunks: object) -> None:
+    """Close the connection of an answer that is not taken to its end."""
+    if callable(close := getattr(chunks, "close", None)):
+        close()
 
 
 def _write_all(part: IO[bytes], data: bytes) -> None:

@@ -16,14 +16,14 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .files import fsync_dir, write_json
+from .files import file_sha256, fsync_dir, read_regular, write_json
 from .jobs import is_text, read_object
 from .problems import Problem, problem
 from .sources import HEX40, HEX64, MANIFEST, OWN_PREFIX, Promise, clashing, unsafe_name
@@ -32,6 +32,10 @@ STAMPS = f"{OWN_PREFIX}snapshot.stamps.json"
 LOCK = f"{OWN_PREFIX}snapshot.lock"
 PRISTINE = f"{OWN_PREFIX}pristine"
 FORMAT = 1
+MOST_NAMED = 20  # of files that a message lists
+NOTES_EVERY_S = 1.0  # how often a run writes its notes
+HUB_TOOLS = ".cache/huggingface"  # what a download into a folder keeps there, and in a home folder much more than that
+HUB_TOOLS_PARTS = f"{HUB_TOOLS}/download"
 EMPTY = {hashlib.sha256(b"").hexdigest(), hashlib.sha1(b"blob 0\0").hexdigest()}
 Notes = dict[str, dict[str, Any]]  # name -> {size, sha256, mtime_ns}
 
@@ -221,11 +225,28 @@ class Known:
     def of(self, request: Request) -> Manifest | None:
         """The manifest, if it is the one that is asked for."""
         m, r = self.manifest, request
-        if m is None or (m.repo, m.ignore_patterns) != (r.repo, r.ignore_patterns):
+        if m is None or not self.agree or (m.repo, m.ignore_patterns) != (r.repo, r.ignore_patterns):
             return None
         if r.manifest_sha256:
             return m if hashlib.sha256(self.raw).hexdigest() == r.manifest_sha256 and self.resolved(r) == m.revision else None
         return m if m.sums_sha256 == r.sums_sha256 and self.resolved(r) == m.revision else None
+
+    @property
+    def agree(self) -> bool:
+        """Whether the manifest and the notes, if both are there, list the same files: else one of them has been damaged or edited."""
+        if self.manifest is None or not self.head:
+            return True
+        return {n: (e["size"], e["sha256"]) for n, e in self.files.items()} == self.manifest.files
+
+    @property
+    def repo(self) -> str:
+        """The repository whose files lie here; '' when nothing says so."""
+        return self.manifest.repo if self.manifest else str(self.head.get("repo", ""))
+
+    @property
+    def ours(self) -> bool:
+        """Whether an earlier run of this collection filled the folder, to the end or not."""
+        return self.manifest is not None or bool(self.head)
 
     def resolved(self, request: Request) -> str:
         """The revision, for a branch what it was resolved to on this node; '' when it was not."""
@@ -254,17 +275,22 @@ def known(dest: Path) -> Known:
     noted = read_object(dest / STAMPS, kinds)
     head = {name: noted[name] for name in kinds if name != "files"} if kinds.keys() <= noted.keys() else {}
     files = {k: v for k, v in noted["files"].items() if is_note(v) and not unsafe_name(k)} if head else {}
-    raw = b""
-    with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        raw = (dest / MANIFEST).read_bytes()
-    return Known(files, head, parse_manifest(raw), raw)
+    raw = read_regular(dest / MANIFEST) or b""
+    found = Known(files, head, parse_manifest(raw), raw)
+    if found.manifest and not found.agree:  # nobody knows which is right: what they differ in is read again
+        told = found.manifest.files
+        found.files = {n: e if told.get(n) == (e["size"], e["sha256"]) else {**e, "mtime_ns": 0} for n, e in files.items()}
+    return found
 
 
 def file_state(dest: Path, name: str, entry: dict[str, Any] | None, want: Promise, mutable: bool, same: bool) -> str:
     """ok, missing, link (also a folder), changed (against its note), short or long (against the promise), unverified (no note).
 
-    mutable: presence is enough; same: the note is of this very revision, so that it says which git blob it is.
+    mutable: may differ when what was brought is kept beside it; same: the note is of this very revision, so that it says which git blob
+    it is.
     """
+    if linked(dest, name):
+        return "link"
     try:
         info = (dest / name).lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -272,15 +298,35 @@ def file_state(dest: Path, name: str, entry: dict[str, Any] | None, want: Promis
     if not stat.S_ISREG(info.st_mode):
         return "link"
     noted = entry is not None and (entry.get("sha256") == want.sha256 if want.sha256 else same) and want.size in {None, entry["size"]}
-    if noted and (mutable or (entry and (entry.get("size"), entry.get("mtime_ns")) == (info.st_size, info.st_mtime_ns))):
+    if noted and entry and (entry.get("size"), entry.get("mtime_ns")) == (info.st_size, info.st_mtime_ns):
+        return "ok"
+    if noted and entry and mutable and info.st_size and _kept(dest, name, entry):
         return "ok"
     if want.size is not None and info.st_size != want.size:
         return "short" if info.st_size < want.size else "long"
     return "changed" if noted else "unverified"
 
 
+def linked(dest: Path, name: str) -> bool:
+    """Whether a folder on the way to a file is a link: what lies behind it is somebody else's."""
+    parts = name.split("/")[:-1]
+    return any((dest / "/".join(parts[: n + 1])).is_symlink() for n in range(len(parts)))
+
+
+def _kept(dest: Path, name: str, entry: Mapping[str, Any]) -> bool:
+    """Whether a changed file still is, or still has beside it, what was brought. Only for small files: they are read."""
+    if linked(dest, f"{PRISTINE}/{name}"):
+        return False
+    for path in (dest / PRISTINE / name, dest / name):
+        with suppress(OSError):
+            info = path.lstat()
+            if stat.S_ISREG(info.st_mode) and info.st_size == entry["size"] and file_sha256(path) == entry["sha256"]:
+                return True
+    return False
+
+
 def plan(dest: Path, files: dict[str, Promise], mutable: Sequence[str], noted: Known, same: bool) -> dict[str, str]:
-    """{name: state} of every wanted file that is not ok. A mutable file counts by its presence only within one revision."""
+    """{name: state} of every wanted file that is not ok. A mutable file may differ only within one revision."""
     states = {n: file_state(dest, n, noted.files.get(n), p, same and n in mutable, same) for n, p in files.items()}
     return {n: s for n, s in states.items() if s != "ok"}
 
@@ -303,8 +349,9 @@ def note(dest: Path, name: str, sha256: str) -> dict[str, Any]:
 class Book:
     """Writes the stamps and the manifest."""
 
-    def __init__(self, dest: Path, repo: str, asked: str, source: str, wanted: Wanted) -> None:
+    def __init__(self, dest: Path, repo: str, asked: str, source: str, wanted: Wanted, clock: Callable[[], float] = time.monotonic) -> None:
         self._dest, self._source, self._wanted = dest, source, wanted
+        self._clock, self._written = clock, -1e9
         self._head: dict[str, Any] = {
             "format": FORMAT,
             "repo": repo,
@@ -319,6 +366,12 @@ class Book:
         """From the first call on the folder is not complete for anyone."""
         write_json(self._dest / STAMPS, {**self._head, "files": files, "completed_at": None})
         (self._dest / MANIFEST).unlink(missing_ok=True)
+        self._written = self._clock()
+
+    def grown(self, files: Notes) -> None:
+        """One more file is good. Written at most once in NOTES_EVERY_S: all notes are, and a file without a note is only read again."""
+        if self._clock() - self._written >= NOTES_EVERY_S:
+            self.unfinished(files)
 
     def manifest(self, files: Notes) -> Manifest:
         """Of these files."""
@@ -352,19 +405,60 @@ def size_of(path: Path) -> int:
     return info.st_size if stat.S_ISREG(info.st_mode) else 0
 
 
-def stale_parts(dest: Path, files: dict[str, Promise]) -> list[Path]:
-    """What killed runs left and no wanted file will continue, of the hub's own tools as well."""
-    keep = {part_name(n, p) for n, p in files.items()}
-    found = []
-    for top, _folders, names in os.walk(dest):
-        at = Path(top).relative_to(dest).as_posix()
-        for name in names:
-            path = name if at == "." else f"{at}/{name}"
+def stale_parts(dest: Path, files: Iterable[str], parts: Iterable[str], noted: Iterable[str] = ()) -> list[Path]:
+    """What killed runs left and nothing will continue, of the hub's own tools as well.
+
+    files: wanted names; parts: names of what will be continued; noted: names of earlier files. Only their folders are looked into,
+    and none that is a snapshot of its own.
+    """
+    keep, found = set(parts), []
+    folders = {"", *(name.rpartition("/")[0] for name in (*files, *noted))}
+    for at in sorted(folders):
+        if linked(dest, f"{at}/x") or _is_anothers(dest, at):
+            continue
+        for name in _names(dest / at):
+            path = f"{at}/{name}" if at else name
             part = re.fullmatch(r"\..+\.[0-9a-f]{12}\.part", name) and path not in keep
-            half = at == "." and re.fullmatch(rf"\.({re.escape(MANIFEST)}|{re.escape(STAMPS)})\.\w{{8}}", name)  # of atomic_write
-            if part or half or (name.endswith(".incomplete") and at.startswith(".cache/huggingface")):
+            half = not at and re.fullmatch(rf"\.({re.escape(MANIFEST)}|{re.escape(STAMPS)})\.\w{{8}}", name)  # of atomic_write
+            if part or half:
                 found.append(dest / path)
+    if not linked(dest, f"{HUB_TOOLS_PARTS}/x"):
+        for top, _, names in os.walk(dest / HUB_TOOLS_PARTS):
+            found += [Path(top) / name for name in names if name.endswith(".incomplete")]
     return sorted(found)
+
+
+def _is_anothers(dest: Path, at: str) -> bool:
+    """Whether a folder below dest, or one above it there, is the destination of another snapshot."""
+    parts = at.split("/") if at else []
+    above = [dest.joinpath(*parts[: n + 1]) for n in range(len(parts))]
+    return any(os.path.lexists(folder / name) for folder in above for name in (MANIFEST, STAMPS, LOCK))
+
+
+def _names(folder: Path) -> list[str]:
+    """What lies in a folder and is no folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return [e.name for e in entries if not e.is_dir(follow_symlinks=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def foreign(dest: Path, noted: Known, todo: Mapping[str, str], sure: Sequence[str] = ("short", "long", "unverified")) -> list[Problem]:
+    """Files that somebody else put where the snapshot's belong, with other content. sure: states that say so."""
+    names = [] if noted.ours else [name for name, state in todo.items() if state in sure]
+    remedy = "move those files away or remove them, or choose another destination (checkpoint_dir), then run again"
+    some = ", ".join(names[:MOST_NAMED]) + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")
+    evidence = f"{dest} is no snapshot of this collection, and has files with other content than the revision's: {some}"
+    return [problem("dest_foreign", evidence, remedy)] if names else []
+
+
+def other_repo(dest: Path, noted: Known, repo: str) -> list[Problem]:
+    """A folder with another repository's snapshot is not made into this one's: its files would have to go."""
+    if noted.repo in {"", repo}:
+        return []
+    remedy = f"choose another destination (checkpoint_dir); or, if nobody needs it any more, remove {dest}; then run again"
+    return [problem("dest_other_repo", f"{dest} is the snapshot of {noted.repo}, wanted is {repo}", remedy)]
 
 
 def in_the_way(dest: Path, files: dict[str, Promise]) -> list[Problem]:

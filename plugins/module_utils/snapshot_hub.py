@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -47,6 +48,11 @@ REMEDIES = {
     "hub_unreachable": "check the node's network, name service, proxy and clock, and the endpoint (checkpoint_endpoint); then run the same"
     " command again: it resumes. Without a way to the hub give a folder or mirror as the source (checkpoint_source)",
     "hub_error": "the hub, or a proxy before it, has a fault: wait, then run the same command again: it resumes",
+    "hub_refused": "waiting does not change this answer: check the repository's name, the revision and the endpoint (checkpoint_endpoint);"
+    " 451 means that the hub may not give the files out at this place. Else give a folder or mirror as the source (checkpoint_source)",
+    "hub_answer_odd": "check the endpoint (checkpoint_endpoint) and the proxy: what answers there does not speak the hub's protocol",
+    "proxy_auth": "give the proxy a name and password it accepts, in http_proxy and https_proxy of the node's environment"
+    " (http://NAME:PASSWORD@HOST:PORT, odd characters percent-encoded), or name the hub's hosts in no_proxy",
     "lock_timeout": "another process holds the lock: wait until it has ended, then run the same command again",
     "disk_full": "free space on that file system, then run the same command again: it resumes",
     "xet_failed": "run it with xet: off (checkpoint_xet)",
@@ -77,9 +83,23 @@ def stalled(samples: Sequence[tuple[float, float]], window_s: float) -> bool:
 # --- what a module passes on -----------------------------------------------------------------------------------------------------
 
 
+def checked_secret(secret: str, where: str) -> str:
+    """A token as it goes into a header: without space around it. JobFailure bad_token, which does not show it, when it cannot be one.
+
+    A client that finds such a character itself says so with the whole header, in whatever quoting.
+    """
+    bare = secret.strip()
+    if re.fullmatch(r"[!-~]*", bare):
+        return bare
+    what = "a blank or line break" if any(char.isspace() for char in bare) else "a character beyond printable ASCII"
+    remedy = "give the token alone, as it was issued: no quotes, no 'Bearer', one line (role variable checkpoint_token)"
+    raise JobFailure(problem("bad_token", f"{where} has {what} inside; it is not shown here", remedy))
+
+
 def store_secret(state_dir: Path, name: str, secret: str) -> str:
-    """Path of the file that keeps a secret, readable by root alone; '' and no file when there is none."""
+    """Path of the file that keeps a secret, readable by root alone; '' and no file when there is none. JobFailure bad_token."""
     path = state_dir / "secrets" / name
+    secret = checked_secret(secret, f"the token for {path}")
     if not secret:
         path.unlink(missing_ok=True)
         return ""
@@ -94,15 +114,16 @@ def read_secret(path: str) -> str:
     if not path:
         return ""
     try:
-        return Path(path).read_text().strip()
+        return checked_secret(Path(path).read_text(encoding="utf-8", errors="replace"), path)
     except OSError as error:
         remedy = "run the same command again: it writes the token anew"
         raise JobFailure(problem("token_unreadable", f"{path}: {error.strerror or error}", remedy)) from error
 
 
 def secret_path(state_dir: Path, name: str, secret: str) -> str:
-    """What store_secret() returns, without writing."""
-    return str(state_dir / "secrets" / name) if secret else ""
+    """What store_secret() returns, without writing. JobFailure bad_token."""
+    path = state_dir / "secrets" / name
+    return str(path) if checked_secret(secret, f"the token for {path}") else ""
 
 
 def hub_spec(p: dict[str, Any], repo: str, revision: str, token_path: str) -> dict[str, Any]:
@@ -162,12 +183,19 @@ class Ended(Exception):
 
 
 class HubClient:
-    """A running client. One request at a time; `read` leaves its chunks to be taken before the next one."""
+    """A running client. One request at a time; `read` leaves its chunks to be taken before the next one.
+
+    busy: somebody has it; only Hub changes that, under its lock. answering: the answer that it gives has not ended; only who has it
+    changes that.
+    """
 
     def __init__(self, python: Path, env: dict[str, str], token: str, say: Say, pass_fds: Sequence[int] = ()) -> None:
         self._token, self._say = token, say
         self.xet = "HF_HUB_DISABLE_XET" not in env
-        self.busy = False
+        self.busy = True
+        self.answering = False
+        self._io = threading.Lock()  # kill() may come from another thread: its number of a closed pipe may be another file's by then
+        self._closed = False
         self._tail: deque[str] = deque(maxlen=3)
         self._process = subprocess.Popen(
             [str(python), "-I", "-B", "-u", "-c", BOOT],
@@ -205,24 +233,28 @@ class HubClient:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream:
-                with suppress(OSError):
-                    stream.close()
+        with self._io:  # who waits for bytes sees the end of the pipe, and lets go
+            self._closed = True
+            for stream in (self._process.stdin, self._process.stdout):
+                if stream:
+                    with suppress(OSError):
+                        stream.close()
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """The answer's `ok`; or the answer itself, with `error`."""
+        self.answering = True
         self._write(json.dumps(request).encode() + b"\n")
         answer = self._line(limit_s)
+        self.answering = False
         return answer if "error" in answer else dict(answer["ok"])
 
     def begin(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
         """Start a read: {part} or {error}."""
-        self.busy = True
+        self.answering = True
         self._write(json.dumps(request).encode() + b"\n")
         answer = self._line(limit_s)
         if "error" in answer:
-            self.busy = False
+            self.answering = False
         return answer
 
     def chunks(self, limit_s: float) -> Iterator[bytes | dict[str, Any]]:
@@ -230,7 +262,7 @@ class HubClient:
         while True:
             answer = self._line(limit_s)
             if "bytes" not in answer:
-                self.busy = False
+                self.answering = False
                 if "error" in answer:
                     yield answer
                 return
@@ -248,7 +280,8 @@ class HubClient:
         try:
             view = memoryview(data)
             while view:
-                view = view[self._process.stdin.write(view) or 0 :]
+                with self._io:
+                    view = view[self._process.stdin.write(view) or 0 :]
         except (BrokenPipeError, ValueError) as error:
             raise self._ended() from error
 
@@ -264,14 +297,20 @@ class HubClient:
     def _fill(self, limit_s: float) -> None:
         """At least one more byte."""
         samples = [(time.monotonic(), 0.0)]
-        while not self._poll.poll(CHECK_S * 1000 if limit_s <= 0 else min(CHECK_S, limit_s / 4) * 1000):
+        while (data := self._received(CHECK_S if limit_s <= 0 else min(CHECK_S, limit_s / 4))) is None:
             samples[1:] = [(time.monotonic(), 0.0)]
             if stalled(samples, limit_s):
                 raise Stalled
-        data = os.read(self._fd, 1 << 20)
         if not data:
             raise self._ended()
         self._buffer += data
+
+    def _received(self, wait_s: float) -> bytes | None:
+        """Bytes that have come, b"" at their end, None when none came for so long."""
+        with self._io:
+            if self._closed:
+                return b""
+            return os.read(self._fd, 1 << 20) if self._poll.poll(wait_s * 1000) else None
 
     def _ended(self) -> Ended:
         status: int | None = None
@@ -299,12 +338,13 @@ class Hub:
 
     def __init__(self, python: Path, spec: dict[str, Any], say: Say, token: str = "") -> None:
         self._python, self._spec, self._say = python, spec, say
+        token = checked_secret(token, "the token")
         self._token = token or read_secret(spec["token_path"])
         self._xet = bool(spec["xet"])
         self.limit_s = float(spec["stall_timeout_s"])
         self.notes: list[str] = []
         self._stalls = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # of chunks that are given up the garbage collector may give the client back, anywhere
         self._clients: dict[HubClient, int] = {}  # and how many stalls there had been when it was started
         self._open = True
         self._memory = -1
@@ -315,20 +355,14 @@ class Hub:
     def take(self) -> HubClient:
         """A client that is free now; started when there is none."""
         with self._lock:
-            for client in [c for c in self._clients if not c.busy]:
+            for client in [c for c in list(self._clients) if not c.busy]:
                 if client.alive and client.xet == self._xet:
                     client.busy = True
                     return client
                 self._drop(client)
-            xet, stalls = self._xet, self._stalls
-        path = f"/proc/self/fd/{self._memory}" if self._memory >= 0 else self._spec["token_path"]
-        env = environment(Path(self._spec["state_dir"]), self._spec["endpoint"], path, xet)
-        try:
-            client = HubClient(self._python, env, self._token, self._hear, (self._memory,) if self._memory >= 0 else ())
-        except OSError as error:
-            evidence = f"{self._python} cannot be started: {error.strerror or error}"
-            raise JobFailure(problem("client_unsuitable", evidence, REMEDIES["client_unsuitable"])) from error
-        client.busy = True
+            if not self._open:
+                raise Interrupted("the hub was closed")
+            stalls, client = self._stalls, self._started()
         try:
             hello = client.hello()
         except (Stalled, Ended) as error:
@@ -345,11 +379,22 @@ class Hub:
             self._clients[client] = stalls
         return client
 
+    def _started(self) -> HubClient:
+        """A new process; the lock is held, as it may get the token's file in memory, which close() closes."""
+        path = f"/proc/self/fd/{self._memory}" if self._memory >= 0 else self._spec["token_path"]
+        env = environment(Path(self._spec["state_dir"]), self._spec["endpoint"], path, self._xet)
+        try:
+            return HubClient(self._python, env, self._token, self._hear, (self._memory,) if self._memory >= 0 else ())
+        except OSError as error:
+            evidence = f"{self._python} cannot be started: {error.strerror or error}"
+            raise JobFailure(problem("client_unsuitable", evidence, REMEDIES["client_unsuitable"])) from error
+
     def give(self, client: HubClient) -> None:
         """Back, for the next one; one that is in the middle of an answer is of no use any more."""
         with self._lock:
-            if client.busy or not client.alive:
+            if client.answering or not client.alive:
                 self._drop(client)
+            client.busy = False  # the last thing: from here on another thread may have it
 
     def _drop(self, client: HubClient) -> None:
         self._clients.pop(client, None)
@@ -370,7 +415,6 @@ class Hub:
         client = self.take()
         try:
             answer = client.ask({"do": "list", "repo": repo, "revision": revision}, LIST_S)
-            client.busy = False
         except (Stalled, Ended) as error:
             text = str(error) or f"{repo}@{revision}: no answer for {LIST_S:g} s"
             raise Interrupted(text, kind="hub_unreachable", remedy=REMEDIES["hub_unreachable"]) from error
@@ -463,7 +507,16 @@ class HubSource:
         client = self._hub.take()
         # Only an LFS object can be in Xet storage: for any other file nothing need be asked first.
         xet = client.xet and bool(self.files[name].sha256)
-        request = {"do": "read", "repo": self._repo, "commit": self.commit, "name": name, "start": start, "end": end, "xet": xet}
+        request = {
+            "do": "read",
+            "repo": self._repo,
+            "commit": self.commit,
+            "name": name,
+            "start": start,
+            "end": end,
+            "xet": xet,
+            "most": size,
+        }
         try:
             answer = client.begin(request, self._hub.limit_s)
         except (Stalled, Ended) as error:

@@ -90,14 +90,32 @@ def _device(path: str) -> int:
         return -1
 
 
+def place_failure(error: OSError, dest: Path, state_dir: Path) -> JobFailure:
+    """What an error of writing means, by the place that it is of: the destination, or the collection's own folder."""
+    at = Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else dest
+    in_state = at.is_relative_to(state_dir) and not at.is_relative_to(dest) and (at == state_dir or not dest.is_relative_to(at))
+    if error.errno in {errno.ENOSPC, errno.EDQUOT} or not in_state:
+        return dest_failure(error, dest)
+    evidence = f"{at}: {error.strerror or error}; it belongs to the state folder {state_dir}"
+    remedy = "make the state folder (vllm_state_dir) a folder that root can write, on a disk of the node, or choose another one"
+    return JobFailure(problem("state_dir_unusable", evidence, remedy))
+
+
 def dest_failure(error: OSError, dest: Path) -> JobFailure:
     """What an error of writing the destination means. A full disk may show on any file, also a small one."""
     where = f"{error.filename or dest}: {error.strerror or error}"
     if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-        at = existing(dest)
+        at = existing(Path(os.fsdecode(error.filename)) if isinstance(error.filename, (str, bytes)) else dest)
         evidence = f"{where} (file system {mount_point(at)}, free {gb(shutil.disk_usage(at).free)})"
         return JobFailure(problem("disk_full", evidence, "free space there, then run the same command again: it resumes"))
     if error.errno in {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP}:
         return JobFailure(problem("dest_not_writable", where, "make the destination a writable folder, or choose another (checkpoint_dir)"))
+    if error.errno == errno.ENAMETOOLONG:
+        remedy = "choose a destination with a shorter path (checkpoint_dir): a file system takes 255 bytes a name and 4095 a path"
+        return JobFailure(problem("dest_name_too_long", where, remedy))
+    if error.errno in {errno.ENOENT, errno.ESTALE, errno.ENOTCONN}:
+        evidence = f"{where}: the destination, or something in it, went away while it was filled, or leads to nothing"
+        remedy = "mount or make the folder, let nothing else remove files there, then run again: it brings what is missing"
+        return JobFailure(problem("dest_vanished", evidence, remedy))
     remedy = "see the node's kernel log (journalctl -k) for disk errors; then run again: it resumes"
     return JobFailure(problem("dest_failed", where, remedy))

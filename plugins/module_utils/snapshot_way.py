@@ -36,6 +36,15 @@ from .sources import (
     with_retries,
 )
 
+# Folders that hold other things than one snapshot: its files would lie among them, and be taken for left over.
+SYSTEM = {
+    *("/", "/bin", "/boot", "/dev", "/etc", "/home", "/lib", "/lib32", "/lib64", "/lost+found", "/media", "/mnt", "/opt", "/proc", "/root"),
+    *("/run", "/sbin", "/snap", "/srv", "/sys", "/tmp", "/usr", "/var", "/boot/efi", "/dev/shm", "/run/lock", "/run/user", "/root/.cache"),
+    *("/usr/bin", "/usr/include", "/usr/lib", "/usr/libexec", "/usr/local", "/usr/local/bin", "/usr/local/lib", "/usr/local/share"),
+    *("/usr/sbin", "/usr/share", "/usr/src", "/var/backups", "/var/cache", "/var/lib", "/var/local", "/var/log", "/var/mail", "/var/opt"),
+    *("/var/spool", "/var/tmp", "/var/lib/docker", "/var/lib/dpkg", "/var/lib/systemd"),
+}
+
 # --- what is asked for -----------------------------------------------------------------------------------------------------------
 
 
@@ -65,11 +74,12 @@ def source_problems(source: str) -> list[Problem]:
 
 
 def repo_problems(repo: str) -> list[Problem]:
-    """A name that the hub cannot have."""
-    part = r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9])?"
-    if re.fullmatch(f"{part}/{part}", repo) and "--" not in repo and ".." not in repo:
+    """A name that the hub's client would refuse: as validate_repo_id of huggingface_hub, which also takes old names without an owner."""
+    part = r"\b[\w\-.]{1,96}\b"
+    if re.fullmatch(f"({part}/)?{part}", repo) and "--" not in repo and ".." not in repo and not repo.endswith(".git"):
         return []
-    return [problem("bad_repo", f"repo {repo!r} is not a repository's name", "give it as OWNER/NAME")]
+    remedy = "give it as OWNER/NAME: letters, digits, '-', '_', '.', at most 96 each, neither '--' nor '..', not ending in '.git'"
+    return [problem("bad_repo", f"repo {repo!r} is not a repository's name", remedy)]
 
 
 def make_request(p: Mapping[str, Any]) -> tuple[Request, list[Problem]]:
@@ -137,8 +147,12 @@ def pinned(revision: str, sums_sha256: str, source: str) -> tuple[str, list[Prob
 
 def place_problems(source: str, dest: str) -> list[Problem]:
     """A destination that must not be written: relative, or overlapping the source."""
-    if not dest.startswith("/") or os.path.realpath(dest) == "/":
-        return [problem("bad_dest", f"dest {dest!r} is not an absolute folder below /", "give an absolute path of a folder of its own")]
+    real = "/" + os.path.realpath(dest).lstrip("/")
+    if dest.startswith("/") and (real in SYSTEM or real.startswith(("/proc/", "/sys/")) or os.path.dirname(real) == "/home"):
+        evidence = f"dest {dest!r} is {real}, a folder of the system or somebody's home"
+        return [problem("bad_dest", evidence, "give the snapshot a folder of its own, which may lie below that one")]
+    if not dest.startswith("/"):
+        return [problem("bad_dest", f"dest {dest!r} is not an absolute folder", "give an absolute path of a folder of its own")]
     if source_kind(source) == "folder":
         a, b = os.path.realpath(source), os.path.realpath(dest)
         if a == b or a.startswith(b.rstrip("/") + "/") or b.startswith(a.rstrip("/") + "/"):

@@ -389,6 +389,8 @@ class UrlSource:
         """Content-Length of a HEAD request, where the server gives one."""
         try:
             with self._open(name, "HEAD") as answer:
+                if (answer.headers.get("Content-Encoding") or "identity").strip().lower() != "identity":
+                    return None  # of other bytes than the file's
                 return _number(answer.headers.get("Content-Length"))
         except _Refused as refused:
             if refused.code in {405, 501}:
@@ -408,6 +410,11 @@ class UrlSource:
                 total = _number(refused.content_range.rpartition("/")[2])
                 return Part(start, max(0, start - 1) if total is None else total, iter(()))
             raise refused.failure() from refused
+        if (encoding := (answer.headers.get("Content-Encoding") or "identity").strip().lower()) != "identity":
+            answer.close()
+            evidence = f"{self._address(name)}: the answer has Content-Encoding {encoding[:40]!r}, asked for were the file's own bytes"
+            remedy = "switch compression off for that folder at the server, or at the proxy before it (nginx: gzip off), then run again"
+            raise JobFailure(problem("source_encoded", evidence, remedy))
         if answer.status == 206:
             span = parse_content_range(answer.headers.get("Content-Range", ""))
             if span is None or span[0] != start:

@@ -250,6 +250,7 @@ problems:
   returned: failure
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -262,18 +263,26 @@ from ..module_utils import snapshot_way as way
 from ..module_utils.changes import Changes
 from ..module_utils.jobs import Job, JobFailure, Systemd, new_watch, short
 from ..module_utils.problems import Problem, problem
-from ..module_utils.snapshot_space import dest_failure, gb
+from ..module_utils.snapshot_space import existing, gb, place_failure
 from ..module_utils.sources import HEX40, LONGEST_PAUSE_S
 
 # What an earlier task, not run in check mode either, may be about to mend.
-PASSING = {"source_vanished", "source_unreachable", "hub_unreachable", "hub_error", "rate_limited", "client_missing", "hub_client_died"}
+PASSING = {"hub_unreachable", "hub_error", "rate_limited", "hub_client_died"}
+PASSING |= {"client_missing", "client_unsuitable", "venv_unavailable", "client_package_missing", "client_not_installed"}
+PASSING |= {"package_index_unreachable", "source_vanished", "source_unreachable", "transfer_stalled"}
+# Of any source but the hub, which an earlier task, or the first node, may be about to fill.
+PASSING_PLACES = {"no_pin", "no_sums", "source_incomplete", "source_unreadable", "source_changed", "not_found", "revision_not_found"}
+# What is wrong with a pin only when its source is what it seems to be now: a cache that is gone looks like a plain folder without a list.
+OF_THE_SOURCE = {"no_pin", "source_vanished"}
+UNREAD = "; in check mode verify=full reads no file: sizes and times are as noted"
 
 
 def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
     """One look: complete already, or the job that makes it so."""
     dest = Path(p["dest"])
     request, wrong = way.make_request(p)
-    if wrong := [*way.source_problems(p["source"]), *way.place_problems(p["source"], p["dest"]), *wrong, *_hub_problems(p)]:
+    wrong = [*way.source_problems(p["source"]), *way.place_problems(p["source"], p["dest"]), *wrong, *_parameter_problems(p)]
+    if not {found["class"] for found in wrong} <= OF_THE_SOURCE:
         raise JobFailure(*wrong)
     name = f"snapshot-{short(p['dest'])}"
     spec = _spec(p, request, name)
@@ -284,10 +293,11 @@ def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
     if check or not job.following(spec, watch):
         manifest = files.complete(dest, request, p["mutable"])
         if manifest is not None and (check or p["verify"] == "stamps"):
-            return {**base, **_whole(manifest, request), "changed": False, "complete": True, "resumed_bytes": 0}
+            answer = {**base, **_whole(manifest, request), "changed": False, "complete": True, "resumed_bytes": 0}
+            return answer | ({"msg": f"complete{UNREAD}"} if p["verify"] == "full" else {})
         if check:
-            return {**base, **_would(p, request, spec)}
-        if found := _client_problems(p):
+            return {**base, **_would(p, request, spec, wrong)}
+        if found := [*_rights(p), *(wrong if manifest is None else []), *(_client_problems(p) if manifest is None else [])]:
             raise JobFailure(*found)
         if manifest is None and way.kind_of(p["source"], p["repo"]) in {"folder", "cache"}:
             _look(p, request, spec)  # what is wrong with a folder is known at once, without a job
@@ -308,7 +318,26 @@ def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
     return {**answer, **changes.result(), **figures, **told, "commit": _commit(result["revision"]), "sums_sha256": result["sums_sha256"]}
 
 
-def _hub_problems(p: dict[str, Any]) -> list[Problem]:
+def _rights(p: dict[str, Any]) -> list[Problem]:
+    """Whether this user may write where it has to."""
+    user = os.geteuid()
+    places = [Path(p[name]) for name in ("state_dir", "dest")]
+    shut = [str(place) for place in places if user and not os.access(existing(place), os.W_OK | os.X_OK)]
+    return [_not_root(user, f"cannot write {' nor '.join(shut)}")] if shut else []
+
+
+def _not_root(user: int, what: str) -> Problem:
+    return problem("not_root", f"the module runs as user id {user} and {what}", "set become: true for this task or play")
+
+
+def _failure(error: OSError, p: dict[str, Any]) -> JobFailure:
+    """An error of the node's file system, by what it means."""
+    if isinstance(error, PermissionError) and os.geteuid():
+        return JobFailure(_not_root(os.geteuid(), f"cannot use {error.filename}: {error.strerror or error}"))
+    return place_failure(error, Path(p["dest"]), Path(p["state_dir"]))
+
+
+def _parameter_problems(p: dict[str, Any]) -> list[Problem]:
     """Parameters that cannot be right."""
     found = way.repo_problems(p["repo"])
     if p["endpoint"]:
@@ -363,10 +392,11 @@ def _look(p: dict[str, Any], request: files.Request, spec: dict[str, Any]) -> tu
     if spec["hub"]:
         asked["hub"] = {**spec["hub"], "xet": False}  # only lists are asked for, and that library makes folders
     with way.Way(request, asked, lambda _line: None, patient=False, make=False, hub_token=p["token"]) as at:
-        _, wanted, todo = snapshot.survey(dest, request, p["mutable"], at)
+        noted, wanted, todo = snapshot.survey(dest, request, p["mutable"], at)
         sure = [name for name, state in todo.items() if state not in {"unverified", "changed"}]
         still, size = snapshot.missing_bytes(dest, wanted.files, sure, at.size)
     blocked = files.in_the_way(dest, {name: wanted.files[name] for name in todo})
+    blocked += files.foreign(dest, noted, todo, ("short", "long"))  # by their sizes; the others are read before they are judged
     there = sum(files.size_of(dest / name) for name in wanted.files if name not in sure)
     whole = wanted.size if size is None else size + there
     if found := [*blocked, *snapshot.space_needed(dest, still, wanted, whole, spec)]:
@@ -374,14 +404,17 @@ def _look(p: dict[str, Any], request: files.Request, spec: dict[str, Any]) -> tu
     return wanted, todo, size, still
 
 
-def _would(p: dict[str, Any], request: files.Request, spec: dict[str, Any]) -> dict[str, Any]:
-    """Check mode's answer when something is missing."""
+def _would(p: dict[str, Any], request: files.Request, spec: dict[str, Any], wrong: list[Problem]) -> dict[str, Any]:
+    """Check mode's answer when something is missing. wrong: what is already known of the source."""
+    passing = PASSING if p["source"] == "hub" else PASSING | PASSING_PLACES
     changes = Changes()
     answer = {"complete": False, "files": 0, "bytes": 0, "resumed_bytes": 0, "commit": "", "manifest_sha256": ""}
     try:
+        if wrong:
+            raise JobFailure(*wrong)
         wanted, todo, size, still = _look(p, request, spec)
     except JobFailure as failure:
-        if not all(found["class"] in PASSING for found in failure.problems):
+        if not all(found["class"] in passing for found in failure.problems):
             raise
         changes.add(p["dest"], "complete: no\n", "complete: yes\n")
         msg = failure.message("would bring the snapshot, but what of it cannot be told now")
@@ -397,7 +430,8 @@ def _would(p: dict[str, Any], request: files.Request, spec: dict[str, Any]) -> d
         "bytes": size or 0,
         "commit": _commit(wanted.revision),
         "missing": {"files": len(todo), "bytes": None if size is None else still},
-        "msg": f"would bring {len(todo)} of {len(wanted.files)} files ({told}) from {p['source']}",
+        "msg": f"would bring {len(todo)} of {len(wanted.files)} files ({told}) from {p['source']}"
+        + (UNREAD if p["verify"] == "full" else ""),
         "warnings": [note] if note else [],
     }
 
@@ -447,7 +481,7 @@ def main() -> None:
         headline = f"The snapshot of {p['repo']} in {p['dest']} is not complete."
         module.fail_json(msg=failure.message(headline), problems=failure.problems)
     except OSError as error:
-        failure = dest_failure(error, Path(p["dest"]))
+        failure = _failure(error, p)
         module.fail_json(msg=failure.message(f"The snapshot in {p['dest']} cannot be looked at."), problems=failure.problems)
     for text in result.pop("warnings", []):
         module.warn(text)

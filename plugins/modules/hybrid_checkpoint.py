@@ -232,10 +232,10 @@ from ansible.module_utils.basic import AnsibleModule
 from ..module_utils import hybrid_build, hybrid_plan
 from ..module_utils.changes import Changes
 from ..module_utils.hybrid import NEEDS, ONLINE_ENGINE_ARGS
-from ..module_utils.hybrid_folder import MANIFEST, complete, inputs_of, look_at
+from ..module_utils.hybrid_folder import MANIFEST, complete, output_failure
+from ..module_utils.hybrid_source import look_at
 from ..module_utils.jobs import Job, JobFailure, Systemd, new_watch, short
 from ..module_utils.snapshot_hub import hub_spec, secret_path, store_secret
-from ..module_utils.snapshot_space import dest_failure
 
 NOTHING = {"replaced": 0, "scales_added": 0, "unplaced": 0, "bytes_read": 0, "bytes_written": 0, "seconds": 0.0}
 # What an earlier task that check mode did not run may bring.
@@ -246,9 +246,15 @@ def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
     """One look: complete already, or the job that makes it so."""
     answer = {"changed": False, "mode": p["mode"], "needs": NEEDS[p["mode"]], "engine_args": {}, "manifest": "", **NOTHING}
     if p["mode"] == "online":
-        if wrong := hybrid_plan.online_problems(Path(p["source"])):
-            raise JobFailure(*wrong)
-        return {**answer, "complete": True, "engine_args": ONLINE_ENGINE_ARGS}
+        answer["engine_args"] = ONLINE_ENGINE_ARGS
+        try:
+            if wrong := hybrid_plan.online_problems(Path(p["source"])):
+                raise JobFailure(*wrong)
+        except JobFailure as failure:
+            if not check or not _passing(failure):
+                raise
+            return {**answer, "complete": False, "msg": failure.message("would look at the checkpoint")}
+        return {**answer, "complete": True}
     output = Path(p["output"])
     answer["manifest"] = str(output / MANIFEST)
     spec = spec_of(p)
@@ -261,17 +267,14 @@ def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
         try:
             why, manifest = _look(spec, output)
             if manifest and (check or p["verify"] == "stamps"):
-                return {**answer, "complete": True, **_counts(manifest)}
+                return {**answer, "complete": True, **_counts(manifest), **(_unread(manifest) if p["verify"] == "full" else {})}
             if manifest is None:
-                weights, choice = hybrid_plan.survey(spec)  # what is wrong here is known at once, without a job
+                figures = hybrid_plan.survey(spec)  # what is wrong here is known at once, without a job
         except JobFailure as failure:
-            if not check or not all(found["class"] in PASSING for found in failure.problems):
+            if not check or not _passing(failure):
                 raise
             return {**answer, **_would(output, "the source cannot be read now"), "msg": failure.message("would build the hybrid")}
         if check:
-            figures = {"replaced": weights, "scales_added": weights, "unplaced": None}
-            if choice:
-                figures = {"replaced": len(choice.weights), "scales_added": len(choice.scales), "unplaced": len(choice.unplaced)}
             msg = f"would build {output} from {p['source']} with {figures['replaced']} FP8 weights of {p['donor_repo']}"
             return {**answer, **_would(output, why), **figures, "msg": msg}
 
@@ -286,8 +289,8 @@ def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
         raise job.damaged_result()
     changes = Changes()
     changes.add(str(output), result["before"], result["after"])
-    figures = {"bytes_read": result["read"], "bytes_written": result["written"], "seconds": result["seconds"]}
-    return {**answer, **changes.result(), **_counts(result["manifest"]), **figures, "notes": result["notes"]}
+    done = {"bytes_read": result["read"], "bytes_written": result["written"], "seconds": result["seconds"]}
+    return {**answer, **changes.result(), **_counts(result["manifest"]), **done, "notes": result["notes"]}
 
 
 def spec_of(p: dict[str, Any]) -> dict[str, Any]:
@@ -308,8 +311,17 @@ def _look(spec: dict[str, Any], output: Path) -> tuple[str, dict[str, Any] | Non
     source = look_at(Path(spec["source"]))
     if source.problems:
         raise JobFailure(*source.problems)
-    manifest, why = complete(output, inputs_of(spec["mode"], source.identity, spec["donor_repo"], spec["donor_revision"]), source)
+    manifest, why = complete(output, hybrid_plan.identify(spec, source), source, spec["expect"])
     return why, manifest
+
+
+def _passing(failure: JobFailure) -> bool:
+    return all(found["class"] in PASSING for found in failure.problems)
+
+
+def _unread(manifest: dict[str, Any]) -> dict[str, str]:
+    size = manifest["bytes"]
+    return {"msg": f"complete by sizes and times; verify=full would read its {size} bytes and compare them, which check mode does not"}
 
 
 def _counts(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -358,7 +370,7 @@ def main() -> None:
     except JobFailure as failure:
         module.fail_json(msg=failure.message(f"There is no complete hybrid checkpoint in {where}."), problems=failure.problems)
     except OSError as error:
-        failure = dest_failure(error, Path(where))
+        failure = output_failure(error, Path(where))
         module.fail_json(msg=failure.message(f"The hybrid checkpoint in {where} cannot be looked at."), problems=failure.problems)
     if p["mode"] != "online" and not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", p["donor_revision"]):
         module.warn(f"donor_revision {p['donor_revision']!r} is no commit: another node, or a later build, may get another donor")

@@ -210,6 +210,7 @@ problems:
       severity: error
 """
 
+import os
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -219,7 +220,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ..module_utils.changes import Changes
 from ..module_utils.problems import Problem, describe, errors, problem
 from ..module_utils.safetensors_compare import Report, compare, difference
-from ..module_utils.safetensors_header import BadFile
+from ..module_utils.safetensors_header import BadFile, shown
 from ..module_utils.safetensors_index import INDEX_NAME, Checkpoint, read_checkpoint, replace_index
 from ..module_utils.safetensors_links import invisible_links
 
@@ -273,7 +274,7 @@ def read(params: dict[str, Any]) -> tuple[Checkpoint, Checkpoint | None]:
     source = read_checkpoint(Path(params["source"]), params["index_name"]) if params["source"] else None
     if source:
         for fault in [fault for faults in source.damaged.values() for fault in faults]:
-            found.problems.append({**fault, "evidence": f"source {params['source']}: {fault['evidence']}"})
+            found.problems.append({**fault, "evidence": f"source {shown(Path(params['source']))}: {fault['evidence']}"})
     return found, source
 
 
@@ -283,18 +284,29 @@ def write_index(folder: Path, name: str, report: Report) -> list[Problem]:
         replace_index(folder, name, report.mended or {})
     except OSError as failure:
         remedy = "Make room on the disk, or let this user write to the folder (become: true)."
-        return [problem("cannot_write", f"{folder / name} cannot be written: {failure.strerror or failure}", remedy)]
+        return [problem("cannot_write", f"{shown(folder / name)} cannot be written: {failure.strerror or failure}", remedy)]
     return []
 
 
 def argument_problems(params: dict[str, Any]) -> list[Problem]:
     """What is wrong with the arguments themselves."""
     found, name, at = [], params["index_name"], params["visible_at"]
-    if "/" in name or name in ("", ".", ".."):
-        found.append(problem("bad_index_name", f"index_name is {name!r}", f"Give a bare file name, usually {INDEX_NAME}."))
-    if not at.startswith("/"):
+    if "/" in name or name in ("", ".", "..") or not name.isprintable():
+        found.append(problem("bad_index_name", f"index_name is {name!r}", f"Give a bare, printable file name, usually {INDEX_NAME}."))
+    if not at.startswith("/") or not is_path(at):
         found.append(problem("bad_visible_at", f"visible_at is {at!r}", "Give the absolute path of the mount in the container, as /model."))
+    for option in ("path", "source", "visible_root"):
+        if params[option] and not is_path(params[option]):
+            found.append(problem("bad_path", f"{option} is {params[option]!r}", "Give a path without NUL characters, in UTF-8."))
     return found
+
+
+def is_path(text: str) -> bool:
+    """Whether the system takes a text for a path: no NUL, nothing that has no bytes."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
 
 
 def run(module: AnsibleModule) -> None:

@@ -163,7 +163,7 @@ def test_headers_alone_are_read_and_routed_experts_left_out(tmp_path: Path, file
     found = donor.survey(Progress(tmp_path / "progress"))
     headers = {name: 8 + int.from_bytes(data[:8], "little") for name, data in files.items() if name.endswith(".safetensors")}
     assert donor.read == sum(headers.values()) + len(files["config.json"])
-    assert found.files == {name: {"size": len(files[name]), "digest": ""} for name in headers}
+    assert found.files == {name: {"size": len(files[name]), "digest": "", "state": None} for name in headers}
     assert found.config["quantization_config"]["quant_method"] == "fp8"
     everything = {name: raw for tensors in shards.contents(tmp_path / "donor").values() for name, raw in tensors.items()}
     assert found.tensors.keys() == {name for name in everything if ".experts." not in name} and len(found.tensors) < len(everything)
@@ -243,11 +243,12 @@ WANT = {
     "empty": ("F8_E4M3", [0], b""),
     "u": ("F8_E4M3", [10], DATA[::-1][5:15]),
 }
-KNOWN = {name: {"size": len(data), "digest": ""} for name, data in FILES.items()}
+KNOWN: dict[str, Any] = {name: {"size": len(data), "digest": ""} for name, data in FILES.items()}
+NEEDED = {name: file for name, file in KNOWN.items() if name != "config.json"}
 
 
-def shard(folder: Path, layout: str = "") -> DonorShard:
-    return DonorShard(folder, ORDER, layout or layout_of(ORDER, KNOWN), lambda _note: None)
+def shard(folder: Path, files: dict[str, Any] | None = None) -> DonorShard:
+    return DonorShard(folder, ORDER, files or NEEDED, lambda _note: None)
 
 
 def fetch(folder: Path, source: Scripted | None = None) -> tuple[ShardState, Scripted]:
@@ -374,7 +375,7 @@ def take(donor: Donor, folder: Path) -> tuple[dict[str, shards.Raw], int]:
     """Survey, and fetch all shared experts; returns what came, and the bytes of the tensors that were needed."""
     found = donor.survey()
     order = [(name, t) for name, t in sorted(found.tensors.items()) if ".mlp.shared_expert." in name]
-    got = DonorShard(folder, order, layout_of(order, found.files), lambda _note: None)
+    got = DonorShard(folder, order, found.files, lambda _note: None)
     got.fill(donor, Progress(folder / "progress"))
     return shards.library(folder / SHARD), sum(t.nbytes for _, t in order)
 

@@ -5,13 +5,16 @@
 from __future__ import annotations
 
 import errno
+import html
 import io
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
 import types
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,15 @@ import filelock
 import httpx2
 import pytest
 from ansible_collections.dgxspark.vllm.plugins.module_utils import hub_client
-from ansible_collections.dgxspark.vllm.plugins.module_utils.hub_client import Unsuitable, XetFailed, classify, without
+from ansible_collections.dgxspark.vllm.plugins.module_utils.hub_client import (
+    OddAnswer,
+    Unsuitable,
+    XetFailed,
+    classify,
+    listed,
+    within,
+    without,
+)
 from ansible_collections.dgxspark.vllm.plugins.module_utils.snapshot_hub import BOOT
 from huggingface_hub import errors
 from huggingface_hub.utils import hf_raise_for_status
@@ -68,8 +79,11 @@ ANSWERS = [
     (answer(502), "", "hub_error", True),
     (answer(503), "", "hub_error", True),
     (answer(504), "", "hub_error", True),
-    (answer(400), "", "hub_error", False),
-    (answer(418), "", "hub_error", False),
+    (answer(400), "", "hub_refused", False),
+    (answer(418), "", "hub_refused", False),
+    (answer(451), TOKEN, "hub_refused", False),
+    (answer(407), "", "proxy_auth", False),
+    (answer(407, url="https://hub.example/api/models/a/b"), TOKEN, "proxy_auth", False),
 ]
 
 
@@ -89,8 +103,10 @@ OTHERS = [
     (httpx2.ReadError("Connection reset by peer"), "hub_unreachable", True),
     (httpx2.RemoteProtocolError("peer closed connection without sending complete message body"), "hub_unreachable", True),
     (httpx2.ProxyError("403 Forbidden"), "hub_unreachable", True),
-    (httpx2.UnsupportedProtocol("Request URL is missing"), "hub_error", False),
-    (httpx2.TooManyRedirects("Exceeded"), "hub_error", False),
+    (httpx2.ProxyError("407 Proxy Authentication Required"), "proxy_auth", False),
+    (httpx2.UnsupportedProtocol("Request URL is missing"), "hub_answer_odd", False),
+    (httpx2.TooManyRedirects("Exceeded"), "hub_answer_odd", False),
+    (OddAnswer("no list"), "hub_answer_odd", False),
     (ConnectionResetError(104, "Connection reset by peer"), "hub_unreachable", True),
     (errors.OfflineModeIsEnabled("offline mode is enabled"), "hub_unreachable", False),
     (filelock.Timeout("/d/x.lock"), "lock_timeout", True),
@@ -102,7 +118,7 @@ OTHERS = [
     (raised_from(errors.LocalEntryNotFoundError("no"), answer(503)), "hub_error", True),
     (raised_from(errors.LocalEntryNotFoundError("no"), full("/d")), "disk_full", False),
     (errors.HFValidationError("Repo id must be in the form"), "repo_not_found", False),
-    (json.JSONDecodeError("Expecting value", "<html>", 0), "hub_error", False),
+    (json.JSONDecodeError("Expecting value", "<html>", 0), "hub_answer_odd", False),
     (XetFailed("CAS service error"), "xet_failed", True),
     (Unsuitable("too old"), "client_unsuitable", False),
     (KeyError("x"), "hub_client_failed", False),
@@ -159,6 +175,129 @@ def test_the_token_and_signatures_are_in_no_text() -> None:
         assert "geheim" not in text and "secret" not in text
     assert without("", "nothing to hide") == "nothing to hide"
     assert len(str(classify(RuntimeError("x" * 10_000)))) < 1500
+
+
+@pytest.mark.parametrize("secret", [TOKEN, "hf_a\nb", "hf_a'\"b", "hf_\u00e9\u200b", "hf\\a b", "hf_<&>", "a/b+c=d"])
+def test_the_token_is_found_in_every_quoting(secret: str) -> None:
+    for text in (
+        repr(secret),
+        repr(f"Bearer {secret}".encode()),
+        json.dumps({"token": secret}),
+        json.dumps(secret, ensure_ascii=False),
+        urllib.parse.quote(secret),
+        urllib.parse.quote_plus(secret),
+        html.escape(secret),
+        f"x{secret}x",
+    ):
+        shown = without(secret, f"Illegal header value {text} in it")
+        assert (
+            "***" in shown and secret[-1:] not in shown.replace("Illegal header value", "").replace("in it", "").replace("token", "")[:40]
+        )
+
+
+def test_a_token_at_the_cut_is_found() -> None:
+    for before in range(hub_client.MOST_SHOWN - len(TOKEN) - 20, hub_client.MOST_SHOWN + 5):
+        assert "geh" not in classify(RuntimeError("x" * before + TOKEN + "y" * 900), TOKEN)["evidence"]
+
+
+def test_a_proxys_password_is_in_no_text() -> None:
+    for text in ("http://user:s3cret@proxy:99999", "'https://s3cret@[bad:9'", "cannot reach socks5://a:s3cret@h/x"):
+        assert "s3cret" not in classify(httpx2.ProxyError(text))["evidence"] and "s3cret" not in without("", text)
+
+
+# --- lists -----------------------------------------------------------------------------------------------------------------------
+
+SHA = "Ab" * 20
+PLAIN, LFS = {"rfilename": "a", "size": 3, "blobId": "cd" * 20}, {"rfilename": "b", "lfs": {"size": 5, "sha256": "ef" * 32}}
+LISTED = {"sha": SHA, "siblings": [PLAIN, LFS, PLAIN, {"rfilename": "c"}]}
+
+
+def test_a_list_of_files() -> None:
+    told = listed(json.dumps(LISTED).encode(), URL)
+    assert told == {
+        "commit": SHA.lower(),
+        "files": {
+            "a": {"size": 3, "sha256": "", "git": "cd" * 20},
+            "b": {"size": 5, "sha256": "ef" * 32, "git": ""},
+            "c": {"size": None, "sha256": "", "git": ""},
+        },
+    }
+
+
+def plain(**more: Any) -> dict[str, Any]:
+    return {**LISTED, "siblings": [{**PLAIN, **more}]}
+
+
+def lfs(value: Any) -> dict[str, Any]:
+    return {**LISTED, "siblings": [{"rfilename": "b", "size": 5, "lfs": value}]}
+
+
+ODD: list[Any] = [
+    [],
+    None,
+    "hello",
+    {"status": "ok"},
+    {"siblings": []},
+    {**LISTED, "sha": 5},
+    {**LISTED, "sha": None},
+    {**LISTED, "sha": "../../x"},
+    {**LISTED, "sha": "main"},
+    {**LISTED, "siblings": None},
+    {**LISTED, "siblings": {"a": 1}},
+    {**LISTED, "siblings": ["a"]},
+    {**LISTED, "siblings": [PLAIN, {**PLAIN, "size": 4}]},
+    plain(size="3"),
+    plain(size=-1),
+    plain(size=1.5),
+    plain(size=True),
+    plain(size=1 << 70),
+    plain(blobId=7),
+    plain(blobId="xyz"),
+    plain(rfilename=5),
+    plain(rfilename=""),
+    plain(rfilename=None),
+    plain(rfilename="\ud800"),
+    lfs("x"),
+    lfs({"size": 5}),
+    lfs({"size": 5, "sha256": "ab"}),
+    lfs({"size": "5", "sha256": "ef" * 32}),
+    lfs({"sha256": "ef" * 32}),
+    b"",
+    b"<html>log in</html>",
+    json.dumps(LISTED).encode()[:-9],
+    b"[" * 100_000,
+    b'{"sha": ' + b"9" * 5000 + b"}",
+    b"\xff\xfe",
+]
+
+
+@pytest.mark.parametrize("told", ODD, ids=range(len(ODD)))
+def test_lists_that_are_not_a_hubs(told: Any) -> None:
+    with pytest.raises(OddAnswer) as caught:
+        listed(told if isinstance(told, bytes) else json.dumps(told).encode(), URL)
+    found = classify(caught.value)
+    assert found["class"] == "hub_answer_odd" and not found["retryable"] and "hub.example" in found["evidence"]
+    assert len(found["evidence"]) <= hub_client.MOST_SHOWN
+
+
+@pytest.mark.parametrize(
+    ("chunks", "left", "whole"),
+    [
+        ([b"abc", b"def"], None, b"abcdef"),
+        ([b"abc", b"def"], 6, b"abcdef"),
+        ([b"abc", b"def"], 9, b"abcdef"),
+        ([b"abc", b"def", b"ghi"], 4, b"abcd"),
+        ([b"abc", b"def"], 3, b"abc"),
+        ([b"abc"], 0, b""),
+        ([b"abc"], -5, b""),
+        ([], 5, b""),
+    ],
+)
+def test_no_more_than_was_asked_for(chunks: list[bytes], left: int | None, whole: bytes) -> None:
+    assert b"".join(within(iter(chunks), left)) == whole
+    endless = itertools.repeat(b"abc")
+    if left is not None:
+        assert len(b"".join(within(endless, left))) == max(0, left)
 
 
 # --- the process -----------------------------------------------------------------------------------------------------------------

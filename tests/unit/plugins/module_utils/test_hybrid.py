@@ -96,8 +96,9 @@ def test_the_real_checkpoint_needs_144_weights_144_scales_and_has_no_place_for_4
     [
         ({"kinds": ["linear_attention", "full_attention"]}, 6, 16),
         ({"kinds": ["linear_attention"], "mtp_num_hidden_layers": 2}, 3, 8 + 4 + 2 * 20),
-        ({"kinds": ["full_attention"] * 4, "mlp_only_layers": [0, 2]}, 6, 32),
-        ({"kinds": ["full_attention"] * 4, "decoder_sparse_step": 2}, 6, 32),
+        ({"kinds": ["full_attention"] * 4, "mlp_only_layers": [0, 2]}, 6, 32 + 2 * 6),
+        ({"kinds": ["full_attention"] * 4, "mlp_only_layers": [0, 10**30, True, "x", [1]]}, 9, 32 + 6),
+        ({"kinds": ["full_attention"] * 4, "decoder_sparse_step": 2}, 6, 32 + 2 * 6),
         ({"kinds": ["full_attention"] * 8, "layer_types": None, "full_attention_interval": 4}, 24, 64),
     ],
 )
@@ -119,6 +120,7 @@ def test_a_text_only_checkpoint_has_its_config_and_names_without_the_language_mo
         ({"num_hidden_layers": None}, [GATE], "num_hidden_layers is null"),
         ({"num_hidden_layers": True}, [GATE], "num_hidden_layers is true"),
         ({"num_hidden_layers": 10**9}, [GATE], "num_hidden_layers is 1000000000"),
+        ({"num_experts": 10**9}, [GATE], "num_experts is 1000000000, more than 100000"),
         ({"shared_expert_intermediate_size": 0}, [GATE], "no shared experts"),
         ({"shared_expert_intermediate_size": "8"}, [GATE], "no shared experts"),
         ({"layer_types": ["full_attention"] * 3}, [GATE], "for 1 layers"),
@@ -246,6 +248,40 @@ def test_another_type_of_a_tensor_that_stays_is_a_warning() -> None:
     assert "input_layernorm.weight (F32, here BF16)" in choice.warnings[0]["evidence"]
 
 
+def test_a_donor_without_an_mtp_layer_is_taken_with_a_warning() -> None:
+    source, donor = of_source(real("source")), of_donor(real("donor"))
+    kinds = ["full_attention" if number % 4 == 3 else "linear_attention" for number in range(48)]
+    donor = {name: t for name, t in donor.items() if not name.startswith("mtp.")}
+    choice, problems = choose(source, donor, config(kinds, mtp_num_hidden_layers=1))
+    assert problems == [] and len(choice.unplaced) == 384 and [w["class"] for w in choice.warnings] == ["donor_without_mtp"]
+    # A part of one is no donor without one; and a number that is given holds.
+    donor["mtp.fc.weight"] = DonorTensor("d", "BF16", (1,), 0, 2)
+    assert by_class(choose(source, donor, config(kinds, mtp_num_hidden_layers=1))[1]).keys() == {"hybrid_unplaced_differ"}
+    del donor["mtp.fc.weight"]
+    assert choose(source, donor, config(kinds, mtp_num_hidden_layers=1), {"unplaced": 384})[1] == []
+    assert choose(source, donor, config(kinds, mtp_num_hidden_layers=1), {"unplaced": 408})[1]
+
+
+def test_a_dense_layer_of_the_donor_has_no_place() -> None:
+    source, donor = small()
+    second = LAYER.replace("layers.0", "layers.1")
+    for name in (*(f"self_attn.{n}_proj" for n in "qkvo"), *(f"mlp.{n}_proj" for n in ("gate", "up", "down"))):
+        donor[f"{second}.{name}.weight"] = DonorTensor("d", "F8_E4M3", (130, 256), 0, 33280)
+        donor[f"{second}.{name}.weight_scale_inv"] = DonorTensor("d", "BF16", (2, 2), 0, 8)
+    choice, problems = choose(source, donor, config(["full_attention"] * 2, mlp_only_layers=[1]))
+    assert problems == [] and len(choice.weights) == 3 and len(choice.unplaced) == 8 + 8 + 6
+
+
+@pytest.mark.parametrize("theirs", ["model.", "language_model.model.", ""])
+def test_a_donor_whose_names_differ_by_their_prefix_is_told_so(theirs: str) -> None:
+    source, donor = small()
+    donor = {name.replace("model.language_model.", theirs): t for name, t in donor.items()}
+    evidence = by_class(choose(source, donor, config())[1])["hybrid_weights_differ"]
+    assert f"below '{theirs}layers.', the source below 'model.language_model.layers.': only the prefix differs" in evidence
+    other = {name.replace("gate_proj", "w1").replace("up_proj", "w3").replace("down_proj", "w2"): t for name, t in donor.items()}
+    assert "prefix" not in by_class(choose(source, other, config())[1])["hybrid_weights_differ"]
+
+
 def test_a_stranger_in_the_donor_is_named() -> None:
     source, donor = small()
     donor["model.audio.weight"] = DonorTensor("d", "BF16", (8,), 0, 16)
@@ -272,11 +308,11 @@ def test_numbers_can_stand_in_for_a_config_that_does_not_tell() -> None:
 def test_all_differences_are_told_at_once_and_long_lists_cut() -> None:
     source, donor = of_source(real("source")), of_donor(real("donor"))
     kinds = ["full_attention" if number % 4 == 3 else "linear_attention" for number in range(48)]
-    donor = {name: t for name, t in donor.items() if "layers.7." not in name and not name.startswith("mtp.")}
+    donor = {name: t for name, t in donor.items() if "layers.7." not in name and name != "mtp.fc.weight"}
     found = by_class(choose(source, donor, config(kinds, mtp_num_hidden_layers=1))[1])
     assert found.keys() == {"hybrid_weights_differ", "hybrid_scales_differ", "hybrid_unplaced_differ"}
     assert "141 found, 144 expected; missing (3): model.language_model.layers.7." in found["hybrid_weights_differ"]
-    assert "376 found, 408 expected" in found["hybrid_unplaced_differ"] and "and 22 more" in found["hybrid_unplaced_differ"]
+    assert "399 found, 408 expected; missing (9)" in found["hybrid_unplaced_differ"] and "mtp.fc" in found["hybrid_unplaced_differ"]
 
 
 @pytest.mark.parametrize(
@@ -284,6 +320,10 @@ def test_all_differences_are_told_at_once_and_long_lists_cut() -> None:
     [
         ({"weight_block_size": [128, 128], "activation_scheme": "dynamic"}, []),
         ({}, []),
+        ({"quant_method": None}, ["donor_quant_method_unknown"]),
+        ({"quant_method": "compressed-tensors"}, ["donor_quant_method"]),
+        ({"quant_method": "FP8"}, ["donor_quant_method"]),
+        ({"quant_method": ["fp8"]}, ["donor_quant_method"]),
         ({"weight_block_size": [64, 128]}, ["donor_block"]),
         ({"weight_block_size": None}, ["donor_block"]),
         ({"weight_block_size": "128"}, ["donor_block"]),
@@ -292,8 +332,9 @@ def test_all_differences_are_told_at_once_and_long_lists_cut() -> None:
     ],
 )
 def test_a_donor_whose_scales_no_hybrid_can_describe_is_refused(quantisation: Any, classes: list[str]) -> None:
-    assert [p["class"] for p in donor_problems({"quantization_config": quantisation})] == classes
-    assert donor_problems({"quantization_config": []}) == donor_problems({}) == []
+    assert [p["class"] for p in donor_problems({"quantization_config": {"quant_method": "fp8", **quantisation}})] == classes
+    for absent in ({"quantization_config": []}, {}, {"quantization_config": {"bits": 8}}):
+        assert [(p["class"], p["severity"]) for p in donor_problems(absent)] == [("donor_quant_method_unknown", "warning")]
 
 
 # --- layout ----------------------------------------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -27,14 +29,15 @@ from ansible_collections.dgxspark.vllm.plugins.module_utils.hybrid_folder import
     complete,
     inputs_of,
     is_ours,
+    kept_problems,
     locked,
-    look_at,
+    output_failure,
     place_problems,
     read_manifest,
-    read_source,
     remove_ours,
     space_problems,
 )
+from ansible_collections.dgxspark.vllm.plugins.module_utils.hybrid_source import look_at, read_source
 from ansible_collections.dgxspark.vllm.plugins.module_utils.jobs import JobFailure
 from ansible_collections.dgxspark.vllm.plugins.module_utils.snapshot_files import MANIFEST as SNAPSHOT
 from ansible_collections.dgxspark.vllm.plugins.module_utils.snapshot_files import STAMPS, Book, Wanted, note
@@ -161,20 +164,81 @@ def test_a_manifest_without_this_nodes_notes_does_not_vouch_for_bytes(source: Pa
     assert look_at(source).problems == [] and look_at(source).identity != before.identity
 
 
-def test_links_are_followed_and_what_is_no_file_is_told(source: Path, tmp_path: Path) -> None:
+def test_linked_files_are_taken_and_what_is_no_file_is_told(source: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "a.txt").write_text("a")
-    (source / "linked").symlink_to(tmp_path / "elsewhere")
     (source / "file.txt").symlink_to(tmp_path / "elsewhere" / "a.txt")
     found = look_at(source)
-    assert {"linked/a.txt", "file.txt"} <= found.files.keys() and found.problems == []
+    assert "file.txt" in found.files and found.problems == []
     (source / "gone.json").symlink_to(tmp_path / "blobs" / "0123")
-    (source / "loop").symlink_to(source)
+    (source / "itself.json").symlink_to("itself.json")
     os.mkfifo(source / "pipe")
     (source / "bad\nname").write_text("x")
     assert sorted(p["class"] for p in look_at(source).problems) == [
-        "bad_file_name", "source_incomplete", "source_link_loop", "source_not_a_file"
+        "bad_file_name", "source_incomplete", "source_incomplete", "source_not_a_file"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("to", ["../elsewhere", ".", "..", "sub"])
+@pytest.mark.parametrize("at", ["linked", "sub/linked"])
+def test_a_linked_folder_is_refused_and_not_gone_into(source: Path, tmp_path: Path, at: str, to: str) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "secret").write_text("x")
+    (source / "sub").mkdir()
+    (source / at).symlink_to(("../" if "/" in at else "") + to)
+    found = look_at(source)
+    assert [p["class"] for p in found.problems] == ["source_linked_folder"] and str(source / at) in found.problems[0]["evidence"]
+    assert not any(name.startswith(f"{at}/") for name in found.files)
+    assert "source_linked_folder" in hybrids.classes(hybrids.failure(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "class_"), [("{not json", "config_not_json"), ("[]", "config_not_object"), ("", "config_not_json"), (None, "config_")]
+)
+def test_a_config_that_cannot_be_read_is_told_as_that(source: Path, tmp_path: Path, content: str | None, class_: str) -> None:
+    (source / "config.json").unlink()
+    if content is None:
+        (source / "config.json").mkdir()
+    else:
+        (source / "config.json").write_text(content)
+    failed = hybrids.failure(tmp_path)
+    assert failed.problems[0]["class"].startswith(class_) and failed.problems[0]["severity"] == "error"
+    assert "expected_unknown" not in hybrids.classes(failed)
+
+
+@pytest.mark.parametrize("name", [".dgxspark-snapshot.json", ".dgxspark-snapshot.stamps.json"])
+@pytest.mark.parametrize("folder", ["source", "donor"])
+def test_a_pipe_under_a_name_of_ours_does_not_hang(source: Path, tmp_path: Path, folder: str, name: str) -> None:
+    os.mkfifo(tmp_path / folder / name)
+    alarm(lambda: hybrids.build(tmp_path))
+
+
+@pytest.mark.parametrize("name", [MANIFEST, JOURNAL, ".dgxspark-donor.plan.json", ".dgxspark-donor.json", ".dgxspark-donor.safetensors"])
+@pytest.mark.parametrize("place", ["output", ".output.building"])
+def test_a_pipe_in_a_folder_of_ours_does_not_hang(source: Path, tmp_path: Path, place: str, name: str) -> None:
+    (tmp_path / place).mkdir()
+    if name != JOURNAL:
+        inputs = inputs_of("materialize", look_at(source).identity, "org/fp8", hybrids.COMMIT)
+        (tmp_path / place / JOURNAL).write_text(json.dumps({"format": 1, "inputs": inputs}))
+    os.mkfifo(tmp_path / place / name)
+    alarm(lambda: hybrids.build(tmp_path))
+
+
+def alarm(work: Callable[[], Any]) -> None:
+    """Do it, with a failure of any kind, within 10 s."""
+
+    def hangs(*_: object) -> None:
+        raise AssertionError("hangs")
+
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(10)
+    try:
+        work()
+    except JobFailure:
+        pass
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("there", ["nothing", "a file"])
@@ -214,6 +278,9 @@ def test_everything_that_is_wrong_with_a_source_is_told_at_once(source: Path) ->
         ("{tmp}/donor/inside", "bad_output"),
         ("{tmp}/foreign", "output_not_ours"),
         ("{tmp}/file", "output_not_ours"),
+        ("{tmp}/a\nb", "bad_output"),
+        ("{tmp}/a\0b", "bad_output"),
+        ("{tmp}/a\udcffb", "bad_output"),
     ],
 )
 def test_places_that_are_not_written(source: Path, tmp_path: Path, output: str, class_: str) -> None:
@@ -224,7 +291,7 @@ def test_places_that_are_not_written(source: Path, tmp_path: Path, output: str, 
     before = shards.tree(tmp_path)
     problems = place_problems(str(source), output.format(tmp=tmp_path), str(tmp_path / "donor"))
     assert class_ in [p["class"] for p in problems]
-    if output.startswith("{tmp}/"):
+    if output.startswith("{tmp}/") and output.isprintable():
         failed = hybrids.failure(tmp_path, output=output.format(tmp=tmp_path))
         assert class_ in hybrids.classes(failed)
     assert shards.tree(tmp_path) == before
@@ -303,15 +370,41 @@ def test_a_second_builder_waits_and_finds_it_done(source: Path, tmp_path: Path) 
     assert reports["first"]["manifest"] == reports["second"]["manifest"]
 
 
-@pytest.mark.parametrize("content", ["", "rubbish", "\udcff", "1" * 100])
+@pytest.mark.parametrize("content", ["", "1", "12345\n", "1" * 20])
 def test_what_stands_in_the_lock_file_is_not_trusted(tmp_path: Path, content: str) -> None:
     places = Places(tmp_path / "output")
-    places.lock.write_bytes(content.encode(errors="surrogateescape"))
+    places.lock.write_text(content)
     with places.lock.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(JobFailure) as failure, locked(places, lambda _: None, 0):
             pass
         assert failure.value.problems[0]["class"] == "output_locked"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda lock: lock.write_text("my precious data\n" * 5),
+        lambda lock: lock.write_bytes(b"\xff"),
+        lambda lock: lock.write_text("1" * 100),
+        lambda lock: lock.write_text("12345\nmore"),
+        lambda lock: os.link(lock.parent / "source/config.json", lock),
+        lambda lock: ((lock.parent / "empty").write_text(""), os.link(lock.parent / "empty", lock)),
+        lambda lock: lock.symlink_to(lock.parent / "source/config.json"),
+        lambda lock: lock.symlink_to(lock.parent / "nowhere"),
+        lambda lock: os.mkfifo(lock),
+        lambda lock: lock.mkdir(),
+    ],
+)
+def test_a_lock_file_of_somebody_else_is_never_written(source: Path, tmp_path: Path, make: Callable[[Path], Any]) -> None:
+    lock = Places(tmp_path / "output").lock
+    make(lock)
+    before, kind = shards.tree(source), lock.lstat()
+    content = lock.read_bytes() if lock.is_file() else b""
+    failed = hybrids.failure(tmp_path)
+    assert hybrids.classes(failed) == ["lock_not_ours"] and str(lock) in failed.problems[0]["evidence"]
+    assert shards.tree(source) == before and (lock.lstat().st_ino, lock.lstat().st_mode) == (kind.st_ino, kind.st_mode)
+    assert (lock.read_bytes() if lock.is_file() else b"") == content and not (tmp_path / "nowhere").exists()
 
 
 # --- complete or not -------------------------------------------------------------------------------------------------------------
@@ -334,6 +427,24 @@ def edit_manifest(folder: Path, **fields: Any) -> None:
     noted = json.loads((folder / MANIFEST).read_text())
     noted.update(fields)
     (folder / MANIFEST).write_text(json.dumps({name: value for name, value in noted.items() if value is not None}))
+
+
+def noted(folder: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
+    return value
+
+
+def forget(folder: Path, name: str) -> None:
+    """Drop a file from the manifest and from the disk."""
+    files, links = noted(folder)["files"], noted(folder)["links"]
+    files.pop(name)
+    edit_manifest(folder, files=files, links=[link for link in links if link != name])
+    (folder / name).unlink()
+
+
+def note_more(folder: Path, name: str) -> None:
+    (folder / name).write_text("x")
+    edit_manifest(folder, files={**noted(folder)["files"], name: hybrid_folder.note_of((folder / name).lstat())})
 
 
 def link_instead(path: Path) -> None:
@@ -363,6 +474,15 @@ def link_instead(path: Path) -> None:
         (lambda f: grow(f / shards.INDEX), f"{shards.INDEX} was changed"),
         (lambda f: touch(f / shards.INDEX), f"{shards.INDEX} was changed"),
         (lambda f: link_instead(f / "config.json"), "config.json was changed"),
+        (lambda f: edit_manifest(f, files={**noted(f)["files"], "../x": {"size": 1, "mtime_ns": 1}}), "no sound manifest"),
+        (lambda f: edit_manifest(f, files={**noted(f)["files"], "/etc/passwd": {"size": 1, "mtime_ns": 1}}), "no sound manifest"),
+        (lambda f: forget(f, "tokenizer.json"), "the manifest lacks tokenizer.json"),
+        (lambda f: forget(f, shard_of(f).name), f"the manifest lacks {'model-00001-of-00003.safetensors'}"),
+        (lambda f: forget(f, shards.INDEX), f"the manifest lacks {shards.INDEX}"),
+        (lambda f: note_more(f, "more.txt"), "the manifest lists a stray file, more.txt"),
+        (lambda f: (f / "zzz.safetensors").write_bytes(b"x"), "zzz.safetensors is not part of it, and a loader would read it"),
+        (lambda f: edit_manifest(f, links=["config.json"]), "the manifest has other links than the mode makes"),
+        (lambda f: edit_manifest(f, mode={"overlay": "materialize"}.get(noted(f)["mode"], "overlay")), "the manifest contradicts itself"),
     ],
 )
 def test_an_output_that_is_not_as_noted_is_made_again(tmp_path: Path, built: str, fault: Callable[[Path], Any], why: str) -> None:
@@ -410,8 +530,8 @@ def test_a_complete_output_needs_neither_donor_nor_time(tmp_path: Path, built: s
 # --- building and publishing -----------------------------------------------------------------------------------------------------
 
 
-def manifest(**other: Any) -> str:
-    return json.dumps({"format": 1, "inputs": "x", **other})
+def manifest(*files: str, **other: Any) -> str:
+    return json.dumps({"format": 1, "inputs": "x", "files": {name: {} for name in files}, **other})
 
 
 def test_what_was_published_before_is_kept_once(tmp_path: Path) -> None:
@@ -421,7 +541,7 @@ def test_what_was_published_before_is_kept_once(tmp_path: Path) -> None:
         building.open()
         (building.folder / "a").write_text(str(number))
         (building.folder / ".dgxspark-donor.safetensors").write_text("donor")
-        (building.folder / MANIFEST).write_text(manifest())
+        (building.folder / MANIFEST).write_text(manifest("a"))
         building.publish()
         assert sorted(p.name for p in places.output.iterdir()) == [MANIFEST, "a"]
     assert ((places.output / "a").read_text(), (places.previous / "a").read_text()) == ("2", "1")
@@ -453,7 +573,7 @@ def test_a_deletion_that_is_interrupted_can_be_taken_up(tmp_path: Path, monkeypa
     folder = tmp_path / "output.previous"
     folder.mkdir()
     for name in (MANIFEST, "a", "z"):
-        (folder / name).write_text(manifest())
+        (folder / name).write_text(manifest("a", "z", "gone"))
     real, calls = Path.unlink, []
 
     def interrupted(self: Path, missing_ok: bool = False) -> None:
@@ -468,6 +588,93 @@ def test_a_deletion_that_is_interrupted_can_be_taken_up(tmp_path: Path, monkeypa
     assert is_ours(folder) and MANIFEST not in calls
     remove_ours(folder)
     assert not folder.exists() and calls[-1] == MANIFEST
+
+
+@pytest.mark.parametrize("stranger", ["notes.txt", "my_lora/adapter.safetensors", "sub/more", "zzz.safetensors"])
+def test_what_a_manifest_does_not_list_is_never_deleted(source: Path, tmp_path: Path, stranger: str) -> None:
+    (source / "sub").mkdir()
+    (source / "sub" / "a").write_text("a")
+    hybrids.build(tmp_path)
+    path = tmp_path / "output" / stranger
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("precious")
+    (tmp_path / "output" / ".dgxspark-pristine").mkdir()  # of another module of this collection
+    grow(source / "README.md")
+    hybrids.build(tmp_path)
+    previous = tmp_path / "output.previous"
+    assert (previous / stranger).read_text() == "precious"
+    grow(source / "README.md")
+    before = shards.tree(tmp_path / "output")
+    failed = hybrids.failure(tmp_path)
+    assert hybrids.classes(failed) == ["previous_not_ours"] and stranger.partition("/")[0] in failed.problems[0]["evidence"]
+    assert (previous / stranger).read_text() == "precious" and shards.tree(tmp_path / "output") == before
+    assert not (tmp_path / ".output.building").exists()
+    with pytest.raises(JobFailure):
+        remove_ours(previous)
+    (previous / stranger).rename(tmp_path / "saved")
+    if stranger.startswith("my"):
+        (previous / "my_lora").rmdir()
+    hybrids.build(tmp_path)
+
+
+def test_a_hybrid_that_is_called_like_a_previous_one_is_not_deleted(source: Path, tmp_path: Path) -> None:
+    hybrids.build(tmp_path)
+    hybrids.build(tmp_path, "overlay", output=str(tmp_path / "output.previous"))
+    before = shards.tree(tmp_path / "output.previous")
+    grow(source / "README.md")
+    failed = hybrids.failure(tmp_path)
+    assert hybrids.classes(failed) == ["previous_not_ours"] and "'output.previous'" in failed.problems[0]["evidence"]
+    assert shards.tree(tmp_path / "output.previous") == before
+    assert kept_problems(Places(tmp_path / "nothing")) == []
+
+
+def test_an_output_of_nothing_but_temporaries_is_replaced(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "..dgxspark-hybrid.json.abc").write_text("half")
+    assert hybrids.build(tmp_path)["after"] and hybrids.build(tmp_path)["after"] == ""
+    assert not (tmp_path / "output.previous").exists() and not any(p.name.startswith("..") for p in (tmp_path / "output").iterdir())
+
+
+def test_links_that_were_planted_are_not_written_through(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source / "sub").mkdir()
+    (source / "sub" / "README.md").write_text("new")
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (victim / "README.md").write_text("precious")
+    with monkeypatch.context() as patch:
+        patch.setattr(hybrid_folder.Building, "publish", lambda _self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            hybrids.build(tmp_path)
+    building = tmp_path / ".output.building"
+    shutil.rmtree(building / "sub")
+    (building / "sub").symlink_to(victim)
+    (building / "config.json").unlink()
+    (building / "config.json").symlink_to(victim / "README.md")
+    hybrids.build(tmp_path)
+    assert (victim / "README.md").read_text() == "precious" and sorted(p.name for p in victim.iterdir()) == ["README.md"]
+    assert not (tmp_path / "output" / "sub").is_symlink() and (tmp_path / "output" / "sub" / "README.md").read_text() == "new"
+    (tmp_path / "output" / "sub").rename(tmp_path / "aside")
+    (tmp_path / "output" / "sub").symlink_to(tmp_path / "aside")
+    assert is_complete(tmp_path) == "sub is a link"
+
+
+@pytest.mark.parametrize(
+    ("number", "class_"),
+    [
+        (errno.ENAMETOOLONG, "bad_output"),
+        (errno.EFBIG, "file_too_big"),
+        (errno.ENOSPC, "disk_full"),
+        (errno.EROFS, "dest_not_writable"),
+        (errno.EIO, "dest_failed"),
+    ],
+)
+def test_errors_of_writing_by_what_they_mean(tmp_path: Path, number: int, class_: str) -> None:
+    found = output_failure(OSError(number, os.strerror(number), "x"), tmp_path).problems
+    assert [p["class"] for p in found] == [class_] and found[0]["evidence"].startswith("x: ")
+
+
+def test_a_name_that_is_too_long_is_told(source: Path, tmp_path: Path) -> None:
+    assert hybrids.classes(hybrids.failure(tmp_path, output=str(tmp_path / ("x" * 250)))) == ["bad_output"]
 
 
 def test_a_manifest_with_odd_fields_is_none(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ import hybrids
 import pytest
 import shards
 from ansible_collections.dgxspark.vllm.plugins.module_utils import donor, hybrid_build, range_copy
-from ansible_collections.dgxspark.vllm.plugins.module_utils.hybrid_folder import MANIFEST, complete, inputs_of, look_at
+from ansible_collections.dgxspark.vllm.plugins.module_utils.hybrid_folder import MANIFEST, complete, inputs_of
+from ansible_collections.dgxspark.vllm.plugins.module_utils.hybrid_source import look_at
 from ansible_collections.dgxspark.vllm.plugins.module_utils.jobs import Stopped
 from hybrids import no_waiting  # noqa: F401 -- a fixture
 
@@ -102,6 +103,7 @@ def digests(folder: Path) -> dict[str, str]:
     """Every file's bytes, and the manifest without times."""
     found = {name: digest for name, (_, _, digest) in shards.tree(folder).items() if name != MANIFEST}
     manifest = json.loads((folder / MANIFEST).read_text())
+    manifest.pop("name")
     manifest["files"] = {name: entry["size"] for name, entry in manifest["files"].items()}
     return {**found, MANIFEST: json.dumps(manifest, sort_keys=True)}
 

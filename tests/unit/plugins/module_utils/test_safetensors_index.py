@@ -20,6 +20,7 @@ from ansible_collections.dgxspark.vllm.plugins.module_utils.safetensors_index im
     PRISTINE,
     SNAPSHOT,
     Checkpoint,
+    index_text,
     is_shard_name,
     parse_index,
     read_checkpoint,
@@ -238,3 +239,106 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, link: str) -> None:
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns) and (blobs / "0a").read_bytes() == b"blob"
     assert not (one / INDEX_NAME).is_symlink() and (two / INDEX_NAME).is_symlink()
     assert (one / PRISTINE / INDEX_NAME).read_bytes() == b"blob" and not (one / PRISTINE / INDEX_NAME).is_symlink()
+
+
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
+@pytest.mark.parametrize(("levels", "refused"), [(1, False), (31, False), (32, True), (400, True), (900, True), (100_000, True)])
+def test_an_index_that_could_not_be_written_again_is_refused(opening: str, closing: str, levels: int, refused: bool) -> None:
+    times = levels // opening.count("{") if len(opening) < 6 else -(-levels // 2)
+    times = levels if opening == "[" else times
+    raw = f'{{"weight_map":{{"a":"{S1}"}},"x":{opening * times}1{closing * times}}}'.encode()
+    if refused:
+        with pytest.raises(BadFile, match="nested") as refusal:
+            parse_index(raw)
+        assert [fault["class"] for fault in refusal.value.problems] in (["index_nested"], ["index_not_json"])
+    elif opening != '[{"a":':
+        index, problems = parse_index(raw)
+        assert not problems and json.loads(index_text(index.document)) == json.loads(raw)
+
+
+@pytest.mark.parametrize("place", ["metadata", "weight_map"])
+def test_an_index_is_refused_wherever_it_is_nested(place: str) -> None:
+    document: dict[str, Any] = {"weight_map": {"a": S1}}
+    document.setdefault(place, {})["x"] = json.loads("[" * 50 + "]" * 50)
+    with pytest.raises(BadFile, match="deeper than 32"):
+        parse_index(json.dumps(document).encode())
+
+
+NO_CONFIG = "so that nothing says which MTP layers there should be"
+
+
+@pytest.mark.parametrize(
+    ("config", "class_", "says"),
+    [
+        (b"", "config_not_json", f"config.json cannot be used, {NO_CONFIG}"),
+        (b"{", "config_not_json", f"config.json cannot be used, {NO_CONFIG}"),
+        (b"[]", "config_not_object", f"config.json cannot be used, {NO_CONFIG}"),
+        (b'{"a":' + b"[" * 40 + b"]" * 40 + b"}", "config_nested", f"config.json cannot be used, {NO_CONFIG}"),
+        (b'{"a":' * 900 + b"1" + b"}" * 900, "config_nested", f"config.json cannot be used, {NO_CONFIG}"),
+        (None, "", f"there is no config.json, {NO_CONFIG}"),
+        (b'{"num_experts": 18446744073709551616}', "config_not_believable", f"a number in config.json is not believable, {NO_CONFIG}"),
+        (b'{"text_config": {"mtp_num_hidden_layers": 1000000000000}}', "config_not_believable", f"not believable, {NO_CONFIG}"),
+        (b"{}", "", ""),
+    ],
+)
+@pytest.mark.parametrize("whole", [False, True])
+def test_mtp_problems_say_that_the_config_says_nothing(tmp_path: Path, config: bytes | None, class_: str, says: str, whole: bool) -> None:
+    """whole: no MTP tensors at all, else an incomplete layer."""
+    (tmp_path / "x").mkdir()
+    synthetic.write_source(tmp_path / "x")
+    folder = tmp_path / "x"
+    if whole:
+        (folder / "model_extra_tensors.safetensors").unlink()
+    else:
+        raw = (folder / "model_extra_tensors.safetensors").read_bytes()
+        (folder / "model_extra_tensors.safetensors").write_bytes(raw.replace(b'"mtp.fc.weight"', b'"mtp.fd.weight"'))
+    (folder / "config.json").unlink()
+    if config is not None:
+        (folder / "config.json").write_bytes(config)
+    report = compare(read_checkpoint(folder), require_mtp=True)
+    faults = {fault["class"]: fault for fault in report.problems}
+    assert faults.keys() == {*([class_] if class_ else []), "mtp_missing" if whole else "mtp_incomplete"}
+    assert not class_ or faults[class_]["severity"] == "warning"
+    evidence = faults["mtp_missing" if whole else "mtp_incomplete"]["evidence"]
+    assert says in evidence and (NO_CONFIG in evidence) == bool(says)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "folder", "deep", "long number", "huge"])
+@pytest.mark.parametrize("place", [SNAPSHOT, f"{PRISTINE}/{INDEX_NAME}"])
+def test_odd_files_beside_an_index_that_is_replaced(tmp_path: Path, place: str, kind: str) -> None:
+    (tmp_path / INDEX_NAME).write_bytes(b"old")
+    path = tmp_path / place
+    path.parent.mkdir(exist_ok=True)
+    match kind:
+        case "FIFO":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "huge":
+            path.touch()
+            os.truncate(path, 1 << 40)
+        case _:
+            path.write_bytes(b"[" * 100_000 if kind == "deep" else b"9" * 5_000)
+    if place != SNAPSHOT and kind == "folder":
+        with pytest.raises(OSError, match="directory"):
+            replace_index(tmp_path, INDEX_NAME, {})
+        assert (tmp_path / INDEX_NAME).read_bytes() == b"old"
+        return
+    before = path.lstat()
+    replace_index(tmp_path, INDEX_NAME, {})
+    assert (tmp_path / INDEX_NAME).read_text() == "{}\n"
+    if place == SNAPSHOT:
+        assert path.lstat().st_ino == before.st_ino and (tmp_path / PRISTINE / INDEX_NAME).read_bytes() == b"old"
+    elif kind in ("FIFO", "huge"):
+        assert path.read_bytes() == b"old"
+
+
+def test_the_original_is_not_kept_through_a_link(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (folder / INDEX_NAME).write_bytes(b"old")
+    (folder / PRISTINE).symlink_to(elsewhere)
+    with pytest.raises(OSError, match="is a link"):
+        replace_index(folder, INDEX_NAME, {})
+    assert (folder / INDEX_NAME).read_bytes() == b"old" and os.listdir(elsewhere) == []

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -151,3 +152,23 @@ def test_relative_paths(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert invisible_links(here / "snapshots" / "0123", [NAME], here, "/model") == []
     assert invisible_links(here / "snapshots" / "0123", [NAME], Path("."), "/model") == []
     assert len(invisible_links(here / "snapshots" / "0123", [NAME], here / "snapshots", "/model")) == 1
+
+
+@pytest.mark.parametrize("name", ["a\nb.json", "a\rERROR x: y.json", "a\x1b[2J.json", "a\u202e.json", os.fsdecode(b"a\xff.json")])
+@pytest.mark.parametrize("target", ["nowhere", "no\nwhere", "../../blobs/\n0a"])
+def test_names_of_links_do_not_break_a_message(tree: Path, name: str, target: str) -> None:
+    (tree / SNAPSHOT / name).symlink_to(target)
+    (fault,) = dangling_links(tree / SNAPSHOT, [name])
+    assert fault["evidence"].isprintable() and fault["evidence"].startswith(json.dumps(name))
+
+
+@pytest.mark.parametrize("folder", ["out\nside", "out\x1bside", "x" * 250])
+def test_folders_of_links_do_not_break_a_message_and_are_told_whole(tree: Path, folder: str) -> None:
+    (tree / folder / "model").mkdir(parents=True)
+    (tree / folder / "file").touch()
+    (tree / folder / "model" / "a\nb.json").symlink_to("../file")
+    (fault,) = invisible_links(tree / folder / "model", ["a\nb.json"], tree / folder / "model", "/model")
+    shown = str(tree / folder) if folder.isprintable() else json.dumps(str(tree / folder))
+    assert (fault["evidence"] + fault["remedy"]).isprintable() and shown in fault["remedy"]
+    (fault,) = invisible_links(tree / folder, [], tree / SNAPSHOT, "/model")
+    assert (fault["evidence"] + fault["remedy"]).isprintable() and shown in fault["remedy"]

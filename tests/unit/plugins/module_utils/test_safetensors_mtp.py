@@ -4,6 +4,9 @@
 
 from __future__ import annotations
 
+import time
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from ansible_collections.dgxspark.vllm.plugins.module_utils.safetensors_mtp impo
     mtp_layers,
     mtp_names,
     promised_mtp_layers,
+    unbelievable_numbers,
 )
 
 
@@ -152,3 +156,59 @@ def test_without_a_promise_the_layers_that_are_there_must_be_whole() -> None:
 )
 def test_odd_names_do_no_harm(name: str) -> None:
     assert mtp_layers([*NAMES, name], CONFIG) == MtpLayers(2, 2)
+
+
+# ------------------------------------------------------------------------------------------------- numbers and names without measure
+
+
+def few_megabytes(look: Callable[[], MtpLayers], limit: int = 60 << 20) -> MtpLayers:
+    """The result of a look that must not take more memory than this."""
+    tracemalloc.start()
+    try:
+        found = look()
+        assert tracemalloc.get_traced_memory()[1] < limit
+    finally:
+        tracemalloc.stop()
+    return found
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize(
+    ("key", "number", "bound"),
+    [
+        *((key, number, 10_000) for key in ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_hidden_layers")
+          for number in (10_001, 10**12, 2**64, 10**4000)),
+        *(("num_experts", number, 100_000) for number in (100_001, 10**7, 2**64)),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_model_has_promise_nothing(key: str, number: int, bound: int, inside: bool) -> None:
+    config: dict[str, Any] = {"num_hidden_layers": 1, "num_nextn_predict_layers": 1, key: number}
+    config = {"text_config": config} if inside else config
+    (text,) = unbelievable_numbers(config)
+    assert f"{key} is {str(number)[:60]}" in text and f"more than {bound}" in text and len(text) < 150
+    names = [*NAMES, "model.layers.1.eh_proj.weight", "model.layers.999999999.x"]
+    assert few_megabytes(lambda: mtp_layers(mtp_names(names, config), config)).expected == (0 if "nextn" in key else 1)
+
+
+def test_the_largest_numbers_that_are_believed() -> None:
+    config = {"num_hidden_layers": 10_000, "mtp_num_hidden_layers": 10_000, "num_experts": 100_000}
+    assert unbelievable_numbers(config) == [] and promised_mtp_layers(config) == ("mtp_num_hidden_layers", 10_000)
+    # Each layer lacks 300,000 parts: they are listed of the first layers only.
+    found = few_megabytes(lambda: mtp_layers([f"mtp.layers.{n}.mlp.gate.weight" for n in (*range(2), *range(50, 2000))], config), 400 << 20)
+    assert found.found == 1952 and len(found.missing) == 10_001
+    assert len(found.missing["0"]) > 300_000 and len(found.missing["1999"]) == 1 and found.missing["9999"] == ["everything"]
+
+
+@pytest.mark.parametrize("number", ["10000", "999999999999", "9" * 5_000, "0" * 5_000 + "1", "٣" * 9])
+@pytest.mark.parametrize("name", ["mtp.layers.{}.mlp.x", "model.layers.{}.mlp.x", "model.mtp.layers.{}.x"])
+def test_numbers_in_names_are_bounded_too(name: str, number: str) -> None:
+    for config in ({}, {"num_experts": 4}, {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}, CONFIG):
+        names = mtp_names([*NAMES, name.format(number)], config)
+        assert few_megabytes(lambda: mtp_layers(names, config)).found == 2
+
+
+@pytest.mark.parametrize("name", ["mtp." * 25_000 + "\n", "mtp." + "a." * 100_000 + "b", "mtp.layers.0." + "." * 100_000, ".mtp." * 50_000])
+def test_long_names_take_neither_time_nor_memory(name: str) -> None:
+    began = time.monotonic()
+    assert few_megabytes(lambda: mtp_layers([*NAMES, name], CONFIG)) == MtpLayers(2, 2)
+    assert time.monotonic() - began < 2

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from ansible_collections.dgxspark.vllm.plugins.module_utils.safetensors_quant im
     regex_choices,
     scale_shape,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 
 def tensors(**entries: tuple[str, list[int]]) -> dict[str, Tensor]:
@@ -203,3 +206,58 @@ def test_all_expressions_together_are_bounded_in_time(monkeypatch: pytest.Monkey
 def test_choices_of_an_expression() -> None:
     assert regex_choices("a(b|c)?[*+?{2}]\\*.*d{1,2}?") == (4, 2)
     assert regex_choices("a|(b|c)|[|]") == (6, 0)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        [f"re:.*x{number}" for number in range(10_000)],
+        [f"re:.*x{number}.*y|z*{number}" for number in range(3_000)],
+        [f"*a*a*a*a*b{number}" for number in range(3_000)],
+        [f"{'x.' * number}y" for number in range(1_000)] + [f"re:.*x{number}" for number in range(10_000)],
+    ],
+)
+def test_many_expressions_against_many_modules_end_in_time(entries: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{regex_choices.__module__}._MATCH_SECONDS", 0.3)
+    modules = {f"mtp.layers.0.mlp.experts.{number}.{'a' * 200}_proj.weight": Tensor("BF16", (1, 1), 0, 2) for number in range(20_000)}
+    began = time.monotonic()
+    (fault,) = quantisation_problems(modules, (), {"quantization_config": {"ignore": entries}}, list(modules))
+    assert time.monotonic() - began < 4
+    assert fault["class"] == "mtp_ignore_not_checked" and f"{len(entries)} of the entries" in fault["evidence"]
+    assert "20000 MTP modules" in fault["evidence"] and "more than 0.3 s" in fault["evidence"]
+
+
+@pytest.mark.parametrize("entry", ["x{}", "mtp.layers.0.mlp.experts.{}", "{}", "mtp.x{}.y.z"])
+def test_a_hundred_thousand_plain_entries_are_all_tried(entry: str) -> None:
+    ignored = IgnoreList([entry.format(number) for number in range(100_000)])
+    began = time.monotonic()
+    covered = [ignored.covers(f"mtp.layers.1.mlp.experts.{number}.up_proj") for number in range(5_000)]
+    assert time.monotonic() - began < 4 and not ignored.unchecked
+    assert all(covered) == any(covered) == (entry == "{}")
+
+
+@pytest.mark.parametrize("name", ["a." * 200_000, "." * 200_000, "ab" * 500_000])
+def test_a_name_of_many_parts_ends_in_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{regex_choices.__module__}._MATCH_SECONDS", 0.3)
+    ignored = IgnoreList(["b." * number + "c" for number in range(1_000)])
+    began = time.monotonic()
+    assert not ignored.covers(name) and not ignored.covers("x")
+    assert time.monotonic() - began < 4
+
+
+PARTS = st.text(alphabet="ab.", max_size=7)
+
+
+@given(PARTS, st.lists(PARTS, max_size=4))
+def test_plain_entries_cover_what_a_search_finds(name: str, entries: list[str]) -> None:
+    assert IgnoreList(entries).covers(name) == any(f".{entry}." in f".{name}." for entry in entries)
+
+
+@pytest.mark.parametrize("levels", [10, 900, 100_000])
+@pytest.mark.parametrize("inner", [["lm_head.x"], {"lm_head": 4}, [5], "x"])
+def test_a_head_is_found_at_any_depth_of_the_config(levels: int, inner: Any) -> None:
+    value = inner
+    for number in range(levels):
+        value = [value] if number % 2 else {"a": value}
+    warned = "lm_head" not in str(inner)
+    assert found(HEAD, {"extra_config": value}) == ([("lm_head_quantised", "warning")] if warned else [])

@@ -9,6 +9,8 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +102,47 @@ def test_a_complete_snapshot_needs_no_source(source: tuple[Path, str], bring: Br
     assert bring(folder, pin, verify="full")["before"] == ""
 
 
+def keep(bring: Bring) -> None:
+    """As safetensors_index does before it changes an index."""
+    (bring.dest / PRISTINE).mkdir(exist_ok=True)
+    shutil.copy(bring.dest / INDEX, bring.dest / PRISTINE / INDEX)
+
+
+@pytest.mark.parametrize("kept", [None, b"", b"{ }", b"[]"])
+@pytest.mark.parametrize("text", ['{"edited": 1}', "[]", ""])
+def test_an_edited_index_without_what_was_brought_comes_again(
+    source: tuple[Path, str], bring: Bring, text: str, kept: bytes | None
+) -> None:
+    """Without it the snapshot cannot be given to another node; [] has the size of what was brought."""
+    bring(*source)
+    if kept is not None:
+        (bring.dest / PRISTINE).mkdir()
+        (bring.dest / PRISTINE / INDEX).write_bytes(kept)
+    (bring.dest / INDEX).write_text(text)
+    assert not bring.complete(source[1])
+    bring(*source)
+    assert (bring.dest / INDEX).read_bytes() == FILES[INDEX] and bring.complete(source[1])
+
+
+def test_an_empty_index_comes_again_although_what_was_brought_is_kept(source: tuple[Path, str], bring: Bring) -> None:
+    bring(*source)
+    keep(bring)
+    (bring.dest / INDEX).write_text("")
+    assert not bring.complete(source[1])
+    bring(*source)
+    assert (bring.dest / INDEX).read_bytes() == FILES[INDEX]
+
+
+def test_a_touched_index_is_the_same(source: tuple[Path, str], bring: Bring) -> None:
+    bring(*source)
+    os.utime(bring.dest / INDEX, (1, 1))
+    assert bring.complete(source[1])
+
+
 def test_mutable_files_may_change_and_must_exist(source: tuple[Path, str], bring: Bring) -> None:
     folder, pin = source
     bring(folder, pin)
+    keep(bring)
     (bring.dest / INDEX).write_text('{"mended": true}')
     assert bring.complete(pin) and not bring.complete(pin, ())
     (bring.dest / "config.json").unlink()
@@ -239,9 +279,31 @@ def test_files_without_a_note_are_read_before_they_are_trusted(source: tuple[Pat
     folder, pin = source
     bring.dest.mkdir(parents=True)
     (bring.dest / "config.json").write_bytes(FILES["config.json"])
-    (bring.dest / "empty.txt").write_bytes(b"not empty")
+    kept = (bring.dest / "config.json").stat().st_ino
     result = bring(folder, pin)
-    assert "config.json:" not in result["before"] and "empty.txt: unverified" in result["before"]
+    assert "config.json:" not in result["before"] and (bring.dest / "config.json").stat().st_ino == kept
+
+
+@pytest.mark.parametrize("names", [["config.json"], [INDEX, "sub/folder/vocab.txt"], ["empty.txt"]])
+def test_files_of_somebody_else_are_not_overwritten(source: tuple[Path, str], bring: Bring, names: list[str]) -> None:
+    for name in names:
+        (bring.dest / name).parent.mkdir(parents=True, exist_ok=True)
+        (bring.dest / name).write_bytes(b"precious")
+    for _ in range(2):  # nothing that the first run leaves makes the folder ours
+        found = bring.failure(*source)
+        assert found["class"] == "dest_foreign" and all(name in found["evidence"] for name in names)
+        assert all((bring.dest / name).read_bytes() == b"precious" for name in names) and bring.names() == set(names)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_snapshot_of_another_repository_stays(source: tuple[Path, str], bring: Bring, tmp_path: Path, finished: bool) -> None:
+    bring(*source)
+    if not finished:
+        (bring.dest / MANIFEST).unlink()
+    before = bring.names()
+    found = bring.failure(tmp_path / "other", fill(tmp_path / "other", {"config.json": b"{}"}), repo="other/repo")
+    assert found["class"] == "dest_other_repo" and REPO in found["evidence"] and str(bring.dest) in found["remedy"]
+    assert bring.names() == before and bring.complete(source[1]) == finished
 
 
 def test_another_revision(source: tuple[Path, str], bring: Bring) -> None:
@@ -253,7 +315,7 @@ def test_another_revision(source: tuple[Path, str], bring: Bring) -> None:
     newer = {"config.json": FILES["config.json"], INDEX: b'{"new": 1}', "model.safetensors": b"new weights"}
     new_pin = fill(folder.parent / "newer", newer)
     (bring.dest / ".x.0123456789ab.part").write_bytes(b"stale")
-    assert [p.name for p in stale_parts(bring.dest, {n: Promise(None, H) for n in newer})] == [".x.0123456789ab.part"]
+    assert [p.name for p in stale_parts(bring.dest, newer, [])] == [".x.0123456789ab.part"]
     result = bring(folder.parent / "newer", new_pin)
     # Old shards must go: a loader takes every *.safetensors of the folder.
     assert bring.names() == {*newer, *OWN, "own.txt"}
@@ -342,6 +404,37 @@ def server(source: tuple[Path, str]) -> Iterator[Server]:
         threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
         yield running
         running.shutdown()
+
+
+class Endless(ThreadingHTTPServer):
+    """Serves a folder; `only` is answered with zeros that never end, without a length, and with these headers."""
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, headers: dict[str, str] | None = None, only: str = MODEL) -> None:
+        server = self
+
+        class Handler(SimpleHTTPRequestHandler):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args, directory=str(folder))
+
+            def log_message(self, *_args: Any) -> None:
+                pass
+
+            def do_GET(self) -> None:
+                if self.path.strip("/") != only:
+                    super().do_GET()
+                    return
+                self.send_response(200)
+                for pair in (headers or {}).items():
+                    self.send_header(*pair)
+                self.end_headers()
+                with suppress(OSError):
+                    while server.sent < 100_000_000:
+                        server.sent += self.wfile.write(bytes(1 << 16))
+
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.sent, self.url = 0, f"http://127.0.0.1:{self.server_port}"
 
 
 @pytest.mark.parametrize("faults", [{}, {"no_head": True}, {"no_length": True}, {"no_range": True}])
@@ -449,6 +542,35 @@ def test_a_server_that_stays_away(source: tuple[Path, str], server: Server, brin
     assert bring.pauses == list(RETRY_PAUSES_S)
 
 
+@pytest.mark.parametrize("head", [True, False])
+@pytest.mark.parametrize("start", [0, 1000])
+def test_a_server_that_never_ends_does_not_fill_the_disk(source: tuple[Path, str], bring: Bring, head: bool, start: int) -> None:
+    """How much is promised is known by HEAD, or by a peer's manifest; the answer itself does not tell."""
+    first = Bring(bring.folder, "first")
+    first(*source, revision="a" * 40)
+    if start:
+        bring.dest.mkdir(parents=True)
+        (bring.dest / PART).write_bytes(FILES[MODEL][:start])
+    with Endless(source[0] if head else first.dest) as running:
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+        how = {"pin": source[1]} if head else {"manifest_sha256": sha(first.manifest())}
+        found = bring.failure(running.url, **how, revision="a" * 40)
+        running.shutdown()
+    assert found["class"] == "digest_mismatch" and "more than the 300000 bytes" in found["evidence"] and MODEL in found["evidence"]
+    assert running.sent < 60_000_000 and not any(name.endswith(".part") for name in bring.names())
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", " GZIP", "deflate, gzip"])
+@pytest.mark.parametrize("name", ["SHA256SUMS", MODEL])
+def test_a_server_that_compresses_is_named(source: tuple[Path, str], bring: Bring, encoding: str, name: str) -> None:
+    with Endless(source[0], {"Content-Encoding": encoding}, only=name) as running:
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+        found = bring.failure(running.url, source[1])
+        running.shutdown()
+    assert found["class"] == "source_encoded" and encoding.strip().lower() in found["evidence"] and name in found["evidence"]
+    assert bring.pauses == []
+
+
 def test_an_html_page_instead_of_the_list(source: tuple[Path, str], server: Server, bring: Bring) -> None:
     (server.folder / "SHA256SUMS").write_text("<!DOCTYPE html><title>Sign in</title>")
     assert bring.failure(server.url, source[1])["class"] == "wrong_revision"
@@ -529,6 +651,8 @@ def test_equal_content_is_an_equal_manifest(source: tuple[Path, str], bring: Bri
 def test_what_the_hubs_own_tools_left_goes(source: tuple[Path, str], bring: Bring) -> None:
     left = bring.dest / ".cache" / "huggingface" / "download"
     left.mkdir(parents=True)
+    (left.parent / ".gitignore").write_text("*")
+    (left.parent / "CACHEDIR.TAG").write_text("Signature")
     for name in ("config.json.metadata", "config.json.lock", "abc.0123.4567.incomplete"):
         (left / name).write_text("x" * 100)
     (bring.dest / ".cache" / "mine").write_text("of the user")
@@ -537,11 +661,74 @@ def test_what_the_hubs_own_tools_left_goes(source: tuple[Path, str], bring: Brin
     assert ".cache/huggingface/download/abc.0123.4567.incomplete: left over" in result["before"]
 
 
+@pytest.mark.parametrize("name", ["hub/models--a--b/blobs/abc", "token", "stored_tokens", "xet/x", "datasets/y.incomplete"])
+@pytest.mark.parametrize("download", [True, False])
+def test_what_else_the_hubs_own_tools_keep_stays(source: tuple[Path, str], bring: Bring, name: str, download: bool) -> None:
+    kept = bring.dest / ".cache" / "huggingface" / name
+    kept.parent.mkdir(parents=True)
+    kept.write_text("70 GB")
+    if download:
+        (bring.dest / ".cache" / "huggingface" / "download").mkdir()
+    bring(*source)
+    assert kept.read_text() == "70 GB" and not (bring.dest / ".cache" / "huggingface" / "download").exists()
+
+
+@pytest.mark.parametrize("link", [".cache", ".cache/huggingface", ".cache/huggingface/download"])
+def test_links_to_the_hubs_own_tools_are_not_followed(source: tuple[Path, str], bring: Bring, tmp_path: Path, link: str) -> None:
+    rest = ".cache/huggingface/download/x.incomplete".removeprefix(f"{link}/")
+    kept = tmp_path / "home" / rest
+    kept.parent.mkdir(parents=True)
+    kept.write_text("x")
+    (bring.dest / link).parent.mkdir(parents=True, exist_ok=True)
+    (bring.dest / link).symlink_to(tmp_path / "home")
+    bring(*source)
+    assert kept.exists()
+
+
+@pytest.mark.parametrize("mark", [None, MANIFEST, STAMPS, ".dgxspark-snapshot.lock"])
+@pytest.mark.parametrize("place", ["other-model", "sub/folder/deeper", "sub"])
+def test_parts_of_other_snapshots_are_left_alone(source: tuple[Path, str], bring: Bring, place: str, mark: str | None) -> None:
+    part = bring.dest / place / ".model-00001-of-00002.safetensors.0123456789ab.part"
+    part.parent.mkdir(parents=True)
+    part.write_text("half of another one")
+    if mark:
+        (part.parent / mark).write_text("")
+    bring(*source)
+    assert part.exists()  # nothing of the snapshot lies in "sub" itself
+
+
+@pytest.mark.parametrize("mark", [None, MANIFEST, STAMPS, ".dgxspark-snapshot.lock"])
+def test_parts_in_a_folder_of_the_snapshot_go_unless_it_is_another_ones(source: tuple[Path, str], bring: Bring, mark: str | None) -> None:
+    part = bring.dest / "sub" / "folder" / ".x.0123456789ab.part"
+    part.parent.mkdir(parents=True)
+    part.write_text("half")
+    if mark:
+        (part.parent / mark).write_text("")
+    bring(*source)
+    assert part.exists() == (mark is not None)
+
+
+@pytest.mark.parametrize("link", ["sub", "sub/folder"])
+def test_a_folder_that_became_a_link_is_neither_complete_nor_deleted_through(
+    source: tuple[Path, str], bring: Bring, tmp_path: Path, link: str
+) -> None:
+    bring(*source)
+    outside = tmp_path / "outside"
+    (bring.dest / link).rename(outside)
+    (bring.dest / link).symlink_to(outside)
+    manifest = bring.manifest()
+    assert not bring.complete(source[1])
+    assert bring.failure(*source)["class"] == "dest_not_writable" and bring.manifest() == manifest
+    pin = fill(tmp_path / "newer", {name: data for name, data in FILES.items() if not name.startswith("sub")})
+    (outside / ".x.0123456789ab.part").write_text("half")
+    bring(tmp_path / "newer", pin)
+    assert list(outside.rglob("vocab.txt")) and (outside / ".x.0123456789ab.part").exists() and bring.complete(pin)
+
+
 def test_an_index_that_comes_again_is_not_kept_as_it_was(source: tuple[Path, str], bring: Bring) -> None:
     folder, pin = source
     bring(folder, pin)
-    (bring.dest / PRISTINE).mkdir()
-    (bring.dest / PRISTINE / INDEX).write_bytes(FILES[INDEX])
+    keep(bring)
     (bring.dest / INDEX).write_text("mended")
     bring(folder, pin)
     assert (bring.dest / PRISTINE / INDEX).exists()

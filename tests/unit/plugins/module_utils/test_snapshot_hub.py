@@ -4,12 +4,17 @@
 
 from __future__ import annotations
 
+import gzip
+import http.server
+import itertools
 import json
 import os
 import signal
 import threading
 import time
+import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +119,46 @@ def test_secrets_are_files_for_root_alone(tmp_path: Path) -> None:
         read_secret(path)
 
 
+@pytest.mark.parametrize("secret", [f" {TOKEN}\n", f"{TOKEN}\r\n", f"\t{TOKEN}", TOKEN])
+def test_space_around_a_token_is_none_of_it(tmp_path: Path, secret: str) -> None:
+    path = store_secret(tmp_path, "t", secret)
+    assert read_secret(path) == TOKEN and Path(path).read_text() == TOKEN + "\n"
+    assert snapshot_hub.checked_secret(secret, "it") == TOKEN
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [
+        "geheim nis",
+        "geheim\nnis",
+        "geheim\tnis",
+        "geh\u00e9im",
+        "geheim\u200b",
+        "Bearer geheim",
+        "geheim\x00",
+        "geheim\x7f",
+        "\ud800geheim",
+    ],
+)
+def test_a_token_that_can_be_none_is_refused_and_not_shown(
+    hub: Hub, commit: str, bring: Bring, tmp_path: Path, secret: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "own"
+    path.write_bytes(secret.encode("utf-8", "surrogatepass"))
+    tries: list[Any] = [
+        lambda: store_secret(tmp_path / "s", "t", secret),
+        lambda: snapshot_hub.secret_path(tmp_path / "s", "t", secret),
+        lambda: read_secret(str(path)),
+        lambda: bring.hub(hub.url, commit, token_path=str(path)),
+        lambda: open_hub(bring.hub_spec(hub.url, commit), token=secret),
+    ]
+    for attempt in tries:
+        with pytest.raises(JobFailure) as caught:
+            attempt()
+        assert [p["class"] for p in caught.value.problems] == ["bad_token"] and "geh" not in str(caught.value.problems)
+    assert "geh" not in "".join(capfd.readouterr()) and not (tmp_path / "s").exists() and hub.requests == []
+
+
 # --- reading ---------------------------------------------------------------------------------------------------------------------
 
 
@@ -144,6 +189,173 @@ def test_several_files_at_a_time_and_an_abandoned_one(opened: Any) -> None:
     assert len(opened._hub._clients) == 1
     assert b"".join(opened.read(OTHER).chunks) == FILES[OTHER] and len(opened._hub._clients) == 1
     del one, two
+
+
+def test_many_threads_share_few_clients(hub: Hub, bring: Bring, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that one thread is done with belongs to nobody, or to the next one, at every moment between the two."""
+    files = {f"f{number}.txt": b"x%d" % number for number in range(120)}
+    commit = fill_hub(hub, REPO, files)
+    give = snapshot_hub.Hub.give
+
+    def slowly(self: snapshot_hub.Hub, client: snapshot_hub.HubClient) -> None:
+        time.sleep(0.01)
+        give(self, client)
+
+    monkeypatch.setattr(snapshot_hub.Hub, "give", slowly)
+    with open_hub(bring.hub_spec(hub.url, commit, xet="off")) as source, ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(lambda name: b"".join(source.read(name).chunks), files)) == list(files.values())
+        clients = list(source._hub._clients)
+        assert len(clients) <= 8 and all(client.alive and not client.busy for client in clients)
+
+
+def test_a_thousand_small_files(hub: Hub, bring: Bring) -> None:
+    commit = fill_hub(hub, REPO, {"config.json": b"{}", **{f"d{n % 50}/f{n}.txt": b"x%d" % n for n in range(1000)}})
+    bring.hub(hub.url, commit, workers=8, xet="off")
+    assert bring.complete(revision=commit) and bring.pauses == []
+
+
+def test_a_client_that_is_ended_while_it_is_read(hub: Hub, commit: str, bring: Bring) -> None:
+    """From the number of its pipe, which is another file's at once, nothing is read."""
+    hub.faults.append(Fault("throttle", path=f"/cdn/.*{MODEL}", rate=200_000, times=ALWAYS))
+    for _ in range(5):
+        source = open_hub(bring.hub_spec(hub.url, commit, xet="off"))
+        got: list[bytes] = []
+        ended = threading.Event()
+
+        def read(source: Any = source, got: list[bytes] = got, ended: threading.Event = ended) -> None:
+            with pytest.raises((Interrupted, JobFailure)):
+                got.extend(source.read(MODEL).chunks)
+            ended.set()
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        while not got:
+            time.sleep(0.005)
+        source.close()
+        others = [os.open("/dev/zero", os.O_RDONLY) for _ in range(4)]
+        assert ended.wait(5)
+        thread.join()
+        for other in others:
+            os.close(other)
+        assert FILES[MODEL].startswith(b"".join(got))
+
+
+# --- answers that are too large --------------------------------------------------------------------------------------------------
+
+
+class Mirror(http.server.BaseHTTPRequestHandler):
+    """Answers each path as told: (part of the path, status, headers, chunks of the body)."""
+
+    protocol_version = "HTTP/1.1"
+    plan: Any = None
+
+    def do_GET(self) -> None:
+        _, status, headers, chunks = next(step for step in self.plan if step[0] in self.path)
+        self.send_response(status)
+        for key, value in {**headers, "Connection": "close"}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        self.close_connection = True
+        try:
+            for chunk in chunks():
+                self.wfile.write(chunk)
+        except OSError:
+            pass
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def mirror() -> Iterator[Any]:
+    made: list[http.server.ThreadingHTTPServer] = []
+
+    def make(*plan: Any) -> str:
+        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Planned", (Mirror,), {"plan": plan}))
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        made.append(server)
+        return f"http://127.0.0.1:{server.server_port}"
+
+    yield make
+    for server in made:
+        server.shutdown()
+        server.server_close()
+
+
+def bomb(mib: int) -> list[bytes]:
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    return [b"".join(packer.compress(bytes(1 << 20)) for _ in range(mib)) + packer.flush()]
+
+
+def listing(name: str, data: bytes, **more: Any) -> bytes:
+    file = {"rfilename": name, "lfs": {"size": len(data), "sha256": sha(data)}}
+    return json.dumps({"sha": "a" * 40, "siblings": [file], **more}).encode()
+
+
+def peak_kb(source: Any) -> int:
+    """The most memory that the clients of a source ever had."""
+    peaks = [0]
+    for client in source._hub._clients:
+        status = Path(f"/proc/{client._process.pid}/status").read_text()
+        peaks.append(int(status.split("VmHWM:")[1].split()[0]))
+    return max(peaks)
+
+
+@pytest.mark.parametrize("kind", ["packed", "endless", "other packing", "error page"])
+def test_a_list_without_end_is_refused(hub: Hub, commit: str, bring: Bring, mirror: Any, kind: str) -> None:
+    with open_hub(bring.hub_spec(hub.url, commit, xet="off")) as source:
+        before = peak_kb(source)
+        packed, endless = bomb(1500), lambda: itertools.repeat(b" " * 65536)
+        plan = {
+            "packed": ("", 200, {"Content-Encoding": "gzip"}, lambda: packed),
+            "endless": ("", 200, {}, endless),
+            "other packing": ("", 200, {"Content-Encoding": "br"}, endless),
+            "error page": ("", 400, {}, endless),
+        }[kind]
+        url = mirror(plan)
+        source._hub._spec["endpoint"] = url
+        client = source._hub._started()
+        client.hello()
+        source._hub._clients[client] = 0
+        before = peak_kb(source)
+        answer = client.ask({"do": "list", "repo": REPO, "revision": "main"}, 30)
+        assert answer["error"]["class"] == ("hub_refused" if kind == "error page" else "hub_answer_odd"), answer
+        assert url in answer["error"]["evidence"] and peak_kb(source) - before < 250_000
+
+
+def test_a_packed_list_is_read(bring: Bring, mirror: Any) -> None:
+    url = mirror(("/api/", 200, {"Content-Encoding": "gzip"}, lambda: [gzip.compress(listing("a", b"abc"))]))
+    with open_hub(bring.hub_spec(url, "main", xet="off")) as source:
+        assert source.commit == "a" * 40 and source.size("a") == 3
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate", "x-unknown"])
+def test_a_packed_file_is_refused(bring: Bring, mirror: Any, encoding: str) -> None:
+    packed = bomb(50)
+    url = mirror(("/api/", 200, {}, lambda: [listing("a", b"abc")]), ("/resolve/", 200, {"Content-Encoding": encoding}, lambda: packed))
+    with open_hub(bring.hub_spec(url, "main", xet="off")) as source, pytest.raises(JobFailure, match="hub_answer_odd.*Content-Encoding"):
+        source.read("a")
+
+
+@pytest.mark.parametrize(("start", "end", "expected"), [(0, None, 100_000), (0, 10, 10), (5, 70_000, 70_000)])
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_file_without_end_is_cut_at_what_was_asked(
+    bring: Bring, mirror: Any, start: int, end: int | None, expected: int, ranges: bool
+) -> None:
+    data = bytes(100_000)
+    headers = {"Content-Range": f"bytes {start}-99999/100000"} if ranges else {}
+    body = ("/resolve/", 206 if ranges else 200, headers, lambda: itertools.repeat(bytes(65536)))
+    url = mirror(("/api/", 200, {}, lambda: [listing("a", data)]), body)
+    with open_hub(bring.hub_spec(url, "main", xet="off")) as source:
+        part = source.read("a", start, end)
+        assert part.start + sum(map(len, part.chunks)) == expected and part.start == (start if ranges else 0)
+
+
+@pytest.mark.parametrize("body", [b'{"status": "ok"}', b"[]", b"<html>", b'{"sha": "main", "siblings": []}'])
+def test_what_is_no_hub_is_said_at_once(bring: Bring, mirror: Any, body: bytes) -> None:
+    found = bring.hub_failure(mirror(("", 200, {}, lambda: [body])), "main")
+    assert found["class"] == "hub_answer_odd" and "checkpoint_endpoint" in found["remedy"] and bring.pauses == []
 
 
 def test_no_token_goes_to_the_content_servers(tmp_path: Path, bring: Bring) -> None:
@@ -247,7 +459,10 @@ REFUSALS = [
     (Fault("private", path="resolve", token="right"), "list", "repo_not_found", "repo_not_found"),
     (Fault("status", path="/api/models", status=401, times=ALWAYS), "list", "not_authorised", "not_authorised"),
     (Fault("status", path="/api/models", status=403, times=ALWAYS), "list", "not_authorised", "not_authorised"),
-    (Fault("status", path="/api/models", status=400, times=ALWAYS), "list", "hub_error", "hub_error"),
+    (Fault("status", path="/api/models", status=400, times=ALWAYS), "list", "hub_refused", "hub_refused"),
+    (Fault("status", path="/api/models", status=451, times=ALWAYS), "list", "hub_refused", "hub_refused"),
+    (Fault("status", path="/api/models", status=407, times=ALWAYS), "list", "proxy_auth", "proxy_auth"),
+    (Fault("status", path="/resolve/", status=451, times=ALWAYS), "read", "hub_refused", "hub_refused"),
     (None, "b" * 40, "revision_not_found", "revision_not_found"),
     (None, "no-such-branch", "revision_not_found", "revision_not_found"),
     (None, "org/none", "repo_not_found", "repo_not_found"),

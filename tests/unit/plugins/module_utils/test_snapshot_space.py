@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 from ansible_collections.dgxspark.vllm.plugins.module_utils import snapshot_space
-from ansible_collections.dgxspark.vllm.plugins.module_utils.snapshot_space import Need, check_space, dest_failure, needs_of, space_problems
+from ansible_collections.dgxspark.vllm.plugins.module_utils.snapshot_space import (
+    Need,
+    check_space,
+    dest_failure,
+    needs_of,
+    place_failure,
+    space_problems,
+)
 
 SNAPSHOT = Need(Path("/data/d"), int(70e9), "what is missing of the snapshot")
 HYBRID = Need(Path("/data/h"), int(71e9), "the hybrid")
@@ -79,9 +86,32 @@ def test_each_file_system_has_its_own_sum(tmp_path: Path, monkeypatch: pytest.Mo
         (errno.EROFS, "/d/a", "dest_not_writable"),
         (errno.EACCES, "/d/a", "dest_not_writable"),
         (errno.ENOTDIR, "/d/a", "dest_not_writable"),
+        (errno.ENAMETOOLONG, "/d/a", "dest_name_too_long"),
+        (errno.ENOENT, "/d/a", "dest_vanished"),
+        (errno.ESTALE, "/d/a", "dest_vanished"),
         (errno.EIO, "/d/a", "dest_failed"),
     ],
 )
 def test_errors_of_writing(tmp_path: Path, number: int, name: str, kind: str) -> None:
     found = dest_failure(OSError(number, os.strerror(number), name), tmp_path).problems
     assert [p["class"] for p in found] == [kind] and name in found[0]["evidence"]
+
+
+@pytest.mark.parametrize(
+    ("name", "dest", "kind"),
+    [
+        ("/s/jobs/x", "/s/checkpoints/m", "state_dir_unusable"),
+        ("/s", "/s/checkpoints/m", "state_dir_unusable"),
+        ("/s", "/d", "state_dir_unusable"),
+        ("/s/checkpoints/m/a", "/s/checkpoints/m", "dest_not_writable"),
+        ("/s/checkpoints", "/s/checkpoints/m", "dest_not_writable"),
+        ("/d/a", "/d", "dest_not_writable"),
+        ("/d", "/d", "dest_not_writable"),
+        ("/elsewhere", "/d", "dest_not_writable"),
+        (None, "/d", "dest_not_writable"),
+    ],
+)
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOTDIR, errno.EACCES])
+def test_the_state_folder_is_told_from_the_destination(name: str | None, dest: str, kind: str, number: int) -> None:
+    found = place_failure(OSError(number, os.strerror(number), name), Path(dest), Path("/s")).problems[0]
+    assert found["class"] == kind and (kind != "state_dir_unusable" or "state folder /s" in found["evidence"])

@@ -18,6 +18,10 @@ from ansible_collections.dgxspark.vllm.plugins.module_utils.snapshot_way import 
     repo_problems,
     source_problems,
 )
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from snapshots import REPO, cache
 
 H = "ab" * 32
@@ -81,14 +85,39 @@ def test_the_destination_and_the_source_must_not_overlap(tmp_path: Path) -> None
     assert place_problems(a, a + "b") == [] == place_problems("http://host/a", b)
 
 
-@pytest.mark.parametrize("repo", ["Qwen/Qwen3.5-122B-A10B", "a/b", "o_rg/n.a-m_e"])
+@pytest.mark.parametrize("repo", ["Qwen/Qwen3.5-122B-A10B", "a/b", "o_rg/n.a-m_e", "gpt2", "_org/name_", "org/" + "a" * 96])
 def test_names_of_repositories(repo: str) -> None:
     assert repo_problems(repo) == []
 
 
+@settings(max_examples=300, deadline=None)
+@given(st.text("aZ0-_./", min_size=1, max_size=9) | st.text("a", min_size=94, max_size=98) | st.sampled_from(["a/b.git", "a.git", "a\n"]))
+def test_names_of_repositories_are_those_of_the_hubs_client(repo: str) -> None:
+    try:
+        validate_repo_id(repo)
+        valid = True
+    except HFValidationError:
+        valid = False
+    assert (repo_problems(repo) == []) == valid
+
+
 @pytest.mark.parametrize(
-    "repo", ["", "name", "a/b/c", "../x", "a/..", "a/.b", "a--b/c", "a/b c", "a/b?x", "/a", "a/", "http://h/a/b", "a/b\n"]
+    "dest",
+    ["/", "//", "/.", "/srv/..", "/root", "/home", "/home/", "/home/someone", "/usr", "/etc/", "/var", "/var/lib", "/opt", "/srv", "/boot"]
+    + ["/proc", "/proc/self", "/sys", "/sys/x", "/dev", "/tmp", "/tmp/../tmp", "/mnt", "/media", "/run", "/bin", "/usr/lib", "x", "", "~"],
 )
+def test_folders_of_the_system_are_no_destination(dest: str) -> None:
+    assert [p["class"] for p in place_problems("hub", dest)] == ["bad_dest"]
+
+
+@pytest.mark.parametrize(
+    "dest", ["/home/a/models", "/srv/models", "/opt/x", "/var/lib/x", "/mnt/disk", "/tmp/x", "/dev/shm/x", "/data", "/root/m"]
+)
+def test_folders_below_them_are(dest: str) -> None:
+    assert place_problems("hub", dest) == []
+
+
+@pytest.mark.parametrize("repo", ["", "a/b/c", "../x", "a/..", "a/.b", "a--b/c", "a/b c", "a/b?x", "/a", "a/", "http://h/a/b", "a/b\n"])
 def test_what_is_no_name_of_a_repository(repo: str) -> None:
     assert [p["class"] for p in repo_problems(repo)] == ["bad_repo"]
 

@@ -520,3 +520,40 @@ def test_fifty_thousand_tensors_are_quick(run: Any, tmp_path: Path) -> None:
     assert time.monotonic() - started < 15
     assert result["changed"] and result["tensors"] == 50_000 and result["total_size"] == 50_000 << 19
     assert len(json.dumps(result)) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "class_"),
+    [
+        ({"path": "/a\0b"}, "bad_path"),
+        ({"source": "/a\0b"}, "bad_path"),
+        ({"visible_root": "/a\0b"}, "bad_path"),
+        ({"visible_root": "/a\ud800"}, "bad_path"),
+        ({"visible_at": "/a\0b"}, "bad_visible_at"),
+        ({"index_name": "a\0b"}, "bad_index_name"),
+        ({"index_name": "a\nb"}, "bad_index_name"),
+        ({"index_name": "a\0b", "path": "\0", "source": "\0"}, "bad_index_name"),
+    ],
+)
+def test_paths_that_the_system_does_not_take(run: Any, folder: Path, arguments: dict[str, str], class_: str) -> None:
+    before = state_of(folder)
+    result = run(**arguments)
+    assert result["failed"] and faults(result) == [class_, *["bad_path"] * (len(arguments) - 1)] and state_of(folder) == before
+    assert "\0" not in result["msg"] and not any(line.startswith("b") for line in result["msg"].split("\n"))
+
+
+@pytest.mark.parametrize("levels", [50, 400, 950])
+def test_an_index_that_is_nested_deeply_is_refused_and_left_alone(run: Any, folder: Path, levels: int) -> None:
+    (folder / INDEX).write_text((folder / INDEX).read_text()[:-1] + f', "x": {"[" * levels}{"]" * levels}}}')
+    before = state_of(folder)
+    result = run()
+    assert result["failed"] and faults(result) == ["index_nested"] and state_of(folder) == before
+
+
+@pytest.mark.parametrize("names", [1_000, 3_000])
+def test_numbers_in_file_names_do_not_exhaust_memory(run: Any, tmp_path: Path, names: int) -> None:
+    (tmp_path / "many").mkdir()
+    for number in range(names):
+        (tmp_path / "many" / f"a{number}-00001-of-99999.safetensors").touch()
+    result = run(path=str(tmp_path / "many"))
+    assert result["failed"] and result["counts"]["missing_shards"] == 100_000 and len(result["missing_shards"]) == 20
