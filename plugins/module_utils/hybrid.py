@@ -29,6 +29,7 @@ SCALE = "_scale_inv"  # X.weight has its scales in X.weight_scale_inv
 
 _WEIGHT = ".weight"
 _MOST_EXPERTS = 100_000
+_MOST_NAME_BYTES = 255  # of Linux's file systems
 _SCALE_TYPES = {"F32", "BF16", "F16", "F8_E8M0"}
 _SHARED = {"shared_expert", "shared_experts"}
 _LAYERS = re.compile(r"((?:model\.|language_model\.)*layers\.)\d+\.")
@@ -419,8 +420,9 @@ def overlay_name(names: Collection[str]) -> str:
     last = max(map(natural_key, names), default=natural_key(""))
     longest = max((len(name) - len(name.lstrip("z")) for name in names), default=0)
     for first in ("zz", "z" * (longest + 1), "~", "~~~~"):
-        if natural_key(first + OVERLAY_NAME) > last:
-            return first + OVERLAY_NAME
+        name = first + OVERLAY_NAME
+        if len(name) <= _MOST_NAME_BYTES and natural_key(name) > last:
+            return name
     return ""
 
 

@@ -77,8 +77,9 @@ def _numbered_on(config: Mapping[str, Any]) -> range:
     key, promised = promised_mtp_layers(config)
     part = config["text_config"] if key.startswith("text_config.") else config
     last = part.get("num_hidden_layers")
-    numbered = type(last) is int and last <= MAX_LAYERS and key.endswith("num_nextn_predict_layers")
-    return range(last, last + promised) if numbered else range(0)
+    if not key.endswith("num_nextn_predict_layers") or not isinstance(last, int) or isinstance(last, bool) or last > MAX_LAYERS:
+        return range(0)
+    return range(last, last + promised)
 
 
 def mtp_names(tensors: Iterable[str], config: Mapping[str, Any]) -> list[str]:

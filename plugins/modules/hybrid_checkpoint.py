@@ -18,11 +18,16 @@ description:
     there must be follows from the layers in the source's C(config.json). A difference in either direction is an error that names the
     tensors.
   - Of the donor only the headers and the needed byte ranges are read, for Qwen3.5-122B-A10B 0.45 GB and some 15 MB of headers, of 127 GB.
+    All of them must be of one version of each file - by its digest on the hub, by size, time and inode in a folder, by C(ETag) or
+    C(Last-Modified) on a web server. When a file changes meanwhile the run fails, and the next one fetches the donor's tensors anew. The
+    donor must be of C(quant_method) C(fp8); one whose C(config.json) names none, or that has no MTP layer, is taken with a warning.
   - The source is never written to. The output is built in C(.NAME.building) beside it, and renamed when all of it is on the disk. A run
     that was killed, stopped by a full disk or by a power cut is taken up by the next one. With another source, donor or mode the output is
-    built anew, and the old one is kept as C(NAME.previous), whose own predecessor is deleted.
-  - The output is complete when C(.dgxspark-hybrid.json) in it says so, which is written last, and the source, the donor's revision and
-    every file are as noted there. That takes some milliseconds, and neither the donor nor a network.
+    built anew, and the old one is kept as C(NAME.previous), whose own predecessor is deleted. It is not when it has files that its
+    manifest does not list, or is a hybrid that was made under that name; the run then fails before it writes anything.
+  - The output is complete when C(.dgxspark-hybrid.json) in it says so, which is written last, and the source, the donor's revision, the
+    numbers in O(expect) and every file are as noted there, with no other C(*.safetensors) beside them. That takes some milliseconds, and
+    neither the donor nor a network.
   - The work runs on the node as a transient systemd unit, so that it goes on when the connection is lost; running the task again joins it.
 author:
   - dgxspark.vllm authors (@dgxspark)
@@ -35,8 +40,9 @@ options:
       - V(materialize) makes a complete checkpoint of its own, of about the size of the source (71 GB and 4.8 GB of MTP layer for
         Qwen3.5-122B-A10B). Unchanged bytes are copied inside the kernel, and never decoded. It takes about as long as C(cp), and less than
         256 MB of memory.
-      - V(overlay) makes hard links to the files of the source, one more shard with the FP8 weights and scales, and an index that points
-        there. It writes less than 1 % of the source's bytes, and takes seconds. O(output) must be on the file system of O(source).
+      - V(overlay) makes hard links to the C(*.safetensors) files of the source, copies of its other files (config, tokenizer), one more
+        shard with the FP8 weights and scales, and an index that points there. It writes less than 1 % of the source's bytes, and takes
+        seconds. O(output) must be on the file system of O(source).
       - V(online) makes nothing. It checks that the source is one whose shared experts vLLM can quantise while it loads them, and returns
         the engine arguments for that.
       - What serves the result must know it. The hybrid of V(materialize) and V(overlay) needs FP8 dispatch for layers of an INT4 model
@@ -49,7 +55,8 @@ options:
   source:
     description:
       - Folder of the INT4 checkpoint on the node. A snapshot of M(dgxspark.vllm.hf_snapshot) must be complete. Any other folder is taken
-        as it is, also one of links into a hub cache.
+        as it is, also one of links into a hub cache. Links to files are taken as the files; a link to a folder is an error.
+      - Copies get the permissions of the source's files, without write and execute bits for others.
     type: path
     required: true
   donor_repo:
@@ -64,7 +71,7 @@ options:
     description:
       - Where the donor is read from. V(hub), an absolute folder on the node, or an http or https address below which the files lie.
       - A web server must know Range requests. Where it lists no files (a C(SHA256SUMS) or a snapshot's manifest), they are those of its
-        index.
+        index. From one that sends neither C(ETag) nor C(Last-Modified) an interrupted transfer begins anew, with a warning.
     type: str
     default: hub
   output:
@@ -74,7 +81,8 @@ options:
     type: path
   expect:
     description:
-      - Numbers to find instead of those that follow from C(config.json), for a donor or a model that is known to differ.
+      - Numbers to find instead of those that follow from C(config.json), for a donor or a model that is known to differ. An output that
+        was built with other numbers is not complete.
     type: dict
     suboptions:
       weights:
@@ -89,7 +97,10 @@ options:
   verify:
     description:
       - V(stamps) compares sizes and times with the manifest. V(full) also compares every byte that came from the source with the source,
-        and the FP8 tensors with the SHA-256 of what was fetched, as a job on the node. Where they differ the output is built anew.
+        and the FP8 tensors with the SHA-256 of what was fetched, as a job on the node.
+      - Where output and source differ, the SHA-256 in the snapshot's manifest tells which of them is right, and so it does for the files
+        that V(overlay) links to. A damaged output is built anew. A damaged source (C(source_damaged)), or a difference in a folder without
+        such sums (C(source_differs)), is an error, and nothing is changed. Check mode reads nothing, and says so.
     type: str
     choices: [stamps, full]
     default: stamps
@@ -98,12 +109,14 @@ options:
     type: int
     default: 300
 notes:
-  - "Errors by class. The source: C(source_missing), C(source_incomplete), C(source_changed), and those of
+  - "Errors by class. The source: C(source_missing), C(source_incomplete), C(source_changed), C(source_damaged), C(source_differs),
+    C(source_unreadable), C(source_linked_folder), C(config_missing), C(config_not_json) and those of
     M(dgxspark.vllm.safetensors_index) but for what that one mends. The donor: C(donor_block), C(donor_activation_scheme),
-    C(donor_without_ranges), C(source_unreachable) and those of M(dgxspark.vllm.hf_snapshot). What is taken: C(hybrid_weights_differ),
-    C(hybrid_scales_differ), C(hybrid_unplaced_differ), C(expected_unknown). The place: C(bad_output), C(output_is_link),
-    C(output_not_ours), C(output_locked), C(overlay_other_file_system), C(disk_full). The model: C(online_no_shared_experts),
-    C(online_not_plain), C(online_not_quantised)."
+    C(donor_quant_method), C(donor_changed), C(donor_without_ranges), C(source_unreachable) and those of M(dgxspark.vllm.hf_snapshot). What
+    is taken: C(hybrid_weights_differ), C(hybrid_scales_differ), C(hybrid_unplaced_differ), C(expected_unknown). The place:
+    C(bad_output), C(output_is_link), C(output_not_ours), C(previous_not_ours), C(output_locked), C(lock_not_ours),
+    C(overlay_other_file_system), C(disk_full), C(file_too_big). The model: C(online_no_shared_experts), C(online_not_plain),
+    C(online_not_quantised)."
   - Of a donor from the hub or a web server nothing is asked in check mode. Numbers are then those that C(config.json) leads to expect.
 attributes:
   check_mode:
@@ -164,8 +177,8 @@ mode:
   type: str
   returned: success
 complete:
-  description: Whether the output is complete at this moment; false in check mode when it would be built, and while the job runs. Always
-    true for O(mode=online).
+  description: Whether the output is complete at this moment; false in check mode when it would be built, and while the job runs. For
+    O(mode=online) true, but in check mode when the source is still to come.
   type: bool
   returned: success
 replaced:

@@ -79,7 +79,7 @@ options:
     type: path
     default: /model
   index_name:
-    description: File name of the index.
+    description: File name of the index. It cannot begin with a dot.
     type: str
     default: model.safetensors.index.json
 author:
@@ -260,7 +260,7 @@ def finish(module: AnsibleModule, problems: list[Problem], result: dict[str, Any
         if fault["severity"] == "warning":
             module.warn(f"{fault['class']}: {fault['evidence']} Remedy: {fault['remedy']}")
     if errors(problems):
-        headline = f"The checkpoint in {result['path']} cannot be used as it is; nothing was changed."
+        headline = f"The checkpoint in {shown(Path(result['path']))} cannot be used as it is; nothing was changed."
         module.fail_json(msg=describe(problems, headline), problems=problems, **result)
     module.exit_json(problems=problems, **result, **changes.result())
 
@@ -291,8 +291,12 @@ def write_index(folder: Path, name: str, report: Report) -> list[Problem]:
 def argument_problems(params: dict[str, Any]) -> list[Problem]:
     """What is wrong with the arguments themselves."""
     found, name, at = [], params["index_name"], params["visible_at"]
-    if "/" in name or name in ("", ".", "..") or not name.isprintable():
-        found.append(problem("bad_index_name", f"index_name is {name!r}", f"Give a bare, printable file name, usually {INDEX_NAME}."))
+    if "/" in name or not name or name.startswith(".") or not name.isprintable():  # hidden names are the collection's own
+        found.append(
+            problem(
+                "bad_index_name", f"index_name is {name!r}", f"Give a bare, printable file name that is not hidden, usually {INDEX_NAME}."
+            )
+        )
     if not at.startswith("/") or not is_path(at):
         found.append(problem("bad_visible_at", f"visible_at is {at!r}", "Give the absolute path of the mount in the container, as /model."))
     for option in ("path", "source", "visible_root"):

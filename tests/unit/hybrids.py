@@ -14,6 +14,8 @@ import shards
 import synthetic_checkpoint
 from ansible_collections.dgxspark.vllm.plugins.module_utils import hybrid_build
 from ansible_collections.dgxspark.vllm.plugins.module_utils.jobs import JobFailure, Progress
+from ansible_collections.dgxspark.vllm.plugins.module_utils.snapshot_files import Book, Wanted, note
+from ansible_collections.dgxspark.vllm.plugins.module_utils.sources import Promise
 
 COMMIT = "f" * 40
 LAYERS = 4
@@ -25,6 +27,14 @@ def pair(folder: Path, *, layers: int = LAYERS, seed: int = 0, donor: str = "don
     if not (folder / "source").exists():
         synthetic_checkpoint.write_source(folder / "source", 700_000, layers=layers, experts=2, shards=3)
     synthetic_checkpoint.write_donor(folder / donor, folder / "source", seed=seed, **how)
+
+
+def snapshot(folder: Path, revision: str = "a" * 40) -> None:
+    """Make a folder a complete snapshot of what is in it."""
+    names = [p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file() and not p.name.startswith(".dgxspark")]
+    notes = {name: note(folder, name, shards.tree(folder)[name][2]) for name in names}
+    promises = {name: Promise(entry["size"], entry["sha256"]) for name, entry in notes.items()}
+    Book(folder, "org/int4", revision, "hub", Wanted(revision, "", promises, [])).finished(notes)
 
 
 def spec(folder: Path, mode: str = "materialize", **other: Any) -> dict[str, Any]:

@@ -23,7 +23,9 @@ from ansible_collections.dgxspark.vllm.plugins.module_utils.donor import (
     SHARD,
     Donor,
     DonorShard,
+    FolderDonor,
     ShardState,
+    UrlDonor,
     layout_of,
     wanted_ranges,
 )
@@ -334,8 +336,34 @@ class Ranges(SimpleHTTPRequestHandler):
 
     sent = 0
     honours = True
+    tags: str | None = None  # what goes before each file's own in ETag; None: no ETag
+    modified = False
+    number = 0  # requests so far
+    at = -1  # before that request something happens
+    swap: Callable[[], Any] = staticmethod(lambda: None)
+
+    def send_response(self, code: int, message: str | None = None) -> None:
+        super().send_response(code, message)
+        path = Path(self.translate_path(self.path))
+        if self.tags is not None and path.is_file():
+            self.send_header("ETag", f'{self.tags}"{path.stat().st_ino}-{path.stat().st_mtime_ns}"')
+
+    def send_header(self, keyword: str, value: str) -> None:
+        if keyword != "Last-Modified" or self.modified:
+            super().send_header(keyword, value)
+
+    def send_head(self) -> Any:
+        self.count()
+        return super().send_head()
+
+    def count(self) -> None:
+        kind = type(self)
+        kind.number += 1
+        if kind.number == kind.at:
+            kind.swap()
 
     def do_GET(self) -> None:
+        self.count()
         path = Path(self.translate_path(self.path))
         if not path.is_file():
             self.send_error(404)
@@ -350,6 +378,7 @@ class Ranges(SimpleHTTPRequestHandler):
         else:
             self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
+        self.send_header("Last-Modified", self.date_time_string(int(path.stat().st_mtime)))
         self.end_headers()
         self.wfile.write(data)
         type(self).sent += len(data)
@@ -387,6 +416,74 @@ def test_a_plain_web_server_is_read_by_ranges(tmp_path: Path, served: tuple[str,
     assert got == take(reader(FolderSource(tmp_path / "donor")), tmp_path)[0]
     index, config = ((tmp_path / "donor" / name).stat().st_size for name in (shards.INDEX, "config.json"))
     assert handler.sent <= needed + headers_of(tmp_path / "donor") + index + config
+
+
+@pytest.mark.parametrize("how", ["ETag", "weak ETag", "Last-Modified"])
+def test_a_web_server_whose_files_change_is_told_at_every_point(tmp_path: Path, served: tuple[str, type[Ranges]], how: str) -> None:
+    hybrids.pair(tmp_path)
+    hybrids.pair(tmp_path, seed=9, donor="other")
+    for path in (tmp_path / "other").iterdir():
+        os.utime(path, (10**9, 10**9))
+    url, handler = served
+    handler.tags, handler.modified = {"ETag": "", "weak ETag": "W/", "Last-Modified": None}[how], how == "Last-Modified"
+    take(reader(UrlDonor(url, pauses=())), tmp_path)
+    requests = handler.number
+
+    def swap() -> None:
+        (tmp_path / "donor").rename(tmp_path / "before")
+        (tmp_path / "other").rename(tmp_path / "donor")
+
+    handler.swap = staticmethod(swap)
+    ends = set()
+    for at in range(3, requests + 1):
+        (tmp_path / JOURNAL).unlink(missing_ok=True)
+        handler.number, handler.at = 0, at
+        try:
+            take(reader(UrlDonor(url, pauses=())), tmp_path)
+            ends.add("")
+        except JobFailure as failed:
+            assert [p["class"] for p in failed.problems] == ["donor_changed"], at
+            assert not (tmp_path / JOURNAL).exists()  # nothing vouches for what came
+            ends.add("changed")
+        else:  # all that was taken is of one donor
+            taken = shards.library(tmp_path / SHARD)
+            assert any(
+                all(everything.get(name) == raw for name, raw in taken.items())
+                for everything in (
+                    {n: r for t in shards.contents(tmp_path / f).values() for n, r in t.items()} for f in ("before", "donor")
+                )
+            ), at
+        (tmp_path / "donor").rename(tmp_path / "other")
+        (tmp_path / "before").rename(tmp_path / "donor")
+    assert "changed" in ends
+
+
+def test_a_server_that_tells_nothing_of_its_files_is_never_continued_from(tmp_path: Path, served: tuple[str, type[Ranges]]) -> None:
+    hybrids.pair(tmp_path)
+    url, _ = served
+    sources = [UrlDonor(url, pauses=()) for _ in range(2)]
+    states = [Donor(source, lambda _note: None).survey().files for source in sources]
+    assert states[0] != states[1] and all(len(source.notes) == 1 and "neither ETag nor" in source.notes[0] for source in sources)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: os.utime(path, ns=(1, 1)),
+        lambda path: path.write_bytes(path.read_bytes() + b"x"),
+        lambda path: (path.rename(path.with_name("aside")), path.write_bytes(path.with_name("aside").read_bytes())),
+        lambda path: path.unlink(),
+    ],
+)
+def test_a_folder_whose_files_change_is_told(tmp_path: Path, change: Callable[[Path], Any]) -> None:
+    hybrids.pair(tmp_path)
+    donor = reader(FolderDonor(tmp_path / "donor"))
+    files = donor.survey().files
+    donor.check_unchanged(files)
+    change(next(iter(sorted((tmp_path / "donor").glob("*.safetensors")))))
+    with pytest.raises(JobFailure) as failure:
+        donor.check_unchanged(files)
+    assert classes(failure)[0] in {"donor_changed", "source_incomplete"}
 
 
 def test_a_web_server_without_ranges_is_not_made_to_send_everything(tmp_path: Path, served: tuple[str, type[Ranges]]) -> None:

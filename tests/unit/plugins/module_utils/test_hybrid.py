@@ -422,6 +422,9 @@ def test_the_overlays_name_is_read_last(names: list[str]) -> None:
 
 def test_no_name_is_better_than_one_that_is_not_read_last() -> None:
     assert overlay_name(["état.safetensors"]) == ""
+    # One z more would be longer than a file system takes.
+    assert overlay_name(["z" * 240 + ".safetensors"]) == "~-fp8-overlay.safetensors"
+    assert overlay_name(["~" + "z" * 240 + ".safetensors", "~~~~~.safetensors"]) == ""
 
 
 def test_the_index_keeps_what_else_the_source_says() -> None:

@@ -19,7 +19,15 @@ import hybrids
 import pytest
 import shards
 import synthetic_checkpoint
-from ansible_collections.dgxspark.vllm.plugins.module_utils import hybrid_build, hybrid_check, hybrid_plan, range_copy
+from ansible_collections.dgxspark.vllm.plugins.module_utils import (
+    donor,
+    hybrid_build,
+    hybrid_check,
+    hybrid_folder,
+    hybrid_plan,
+    range_copy,
+    sources,
+)
 from ansible_collections.dgxspark.vllm.plugins.module_utils.hybrid_folder import MANIFEST
 from ansible_collections.dgxspark.vllm.plugins.module_utils.jobs import JobFailure, Progress
 from ansible_collections.dgxspark.vllm.plugins.module_utils.safetensors_compare import compare
@@ -136,15 +144,17 @@ def test_each_scale_lies_beside_its_weight(pair: Path) -> None:
 
 def test_overlay_links_everything_and_writes_next_to_nothing(tmp_path: Path) -> None:
     hybrids.pair(tmp_path, layers=4)
-    (tmp_path / "source" / "big.bin").write_bytes(bytes(30_000_000))
+    shards.write(tmp_path / "source" / "big.safetensors", {"big": ("U8", [30_000_000], bytes(30_000_000))})
     (tmp_path / "source" / "sub").mkdir()
     (tmp_path / "source" / "sub" / "x").write_text("x")
+    shards.write(tmp_path / "source" / "sub" / "y.safetensors", {"y": ("U8", [1], b"y")})
     before = shards.tree(tmp_path / "source")
     report = hybrids.build(tmp_path, "overlay")
     output = shards.tree(tmp_path / "output")
     assert report["written"] <= 0.01 * sum((tmp_path / "source" / name).stat().st_size for name in before)
     for name, (inode, _, _) in before.items():
-        assert (output[name][0] == inode) == (name != shards.INDEX), name
+        assert (output[name][0] == inode) == name.endswith(".safetensors"), name
+        assert name == shards.INDEX or output[name][2] == before[name][2]
     assert output.keys() - before.keys() == {MANIFEST, "zz-fp8-overlay.safetensors"}
     assert shards.tree(tmp_path / "source") == before
     taken = shards.library(tmp_path / "output" / "zz-fp8-overlay.safetensors")
@@ -172,6 +182,25 @@ def test_an_overlay_on_another_file_system_is_refused(pair: Path, monkeypatch: p
     failed = hybrids.failure(pair, "overlay")
     assert hybrids.classes(failed) == ["overlay_other_file_system"] and "use mode materialize" in failed.problems[0]["remedy"]
     assert not (pair / "output").exists()
+    assert not any(".dgxspark-donor" in p.name for p in (pair / ".output.building").iterdir())  # before anything is fetched
+
+
+def test_another_file_system_is_told_without_a_try(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or shm.stat().st_dev == pair.stat().st_dev:
+        pytest.skip("no second file system here")
+    where = shm / f"dgxspark-{os.getpid()}"
+    where.mkdir()
+    try:
+        given = hybrids.spec(pair, "overlay", output=str(where / "output"), donor_source="http://127.0.0.1:1/")
+        with pytest.raises(JobFailure) as failure:
+            hybrid_plan.survey(given)
+        assert [p["class"] for p in failure.value.problems] == ["overlay_other_file_system"]
+        assert not [*where.iterdir()]
+        failed = hybrids.failure(pair, "overlay", **{k: given[k] for k in ("output", "donor_source")})
+        assert hybrids.classes(failed) == ["overlay_other_file_system"] and [p.name for p in where.iterdir()] == [".output.lock"]
+    finally:
+        shutil.rmtree(where)
 
 
 def test_a_checkpoint_in_one_file_gets_an_index(tmp_path: Path) -> None:
@@ -226,7 +255,7 @@ def drop(folder: Path, part: str) -> None:
         (".layers.2.mlp.shared_expert.up_proj.weight_scale_inv", "hybrid_weights_differ", "the donor has no weight_scale_inv beside it"),
         (".layers.3.", "hybrid_weights_differ", "9 found, 12 expected"),
         (".self_attn.q_proj.weight", "hybrid_unplaced_differ", "52 found, 56 expected; missing (4)"),
-        ("mtp.", "hybrid_unplaced_differ", "32 found, 56 expected; missing (24)"),
+        ("mtp.fc.", "hybrid_unplaced_differ", "55 found, 56 expected; missing (1)"),
     ],
 )
 def test_a_donor_that_lacks_something_fails_with_the_names(pair: Path, part: str, class_: str, says: str) -> None:
@@ -238,8 +267,183 @@ def test_a_donor_that_lacks_something_fails_with_the_names(pair: Path, part: str
 
 
 def test_an_unusual_donor_is_taken_with_its_numbers(pair: Path) -> None:
+    drop(pair / "donor", "mtp.fc.")
+    assert hybrids.build(pair, expect={"unplaced": 55})["manifest"]["unplaced"] == 55
+
+
+def test_a_donor_without_mtp_is_taken_and_told(pair: Path) -> None:
     drop(pair / "donor", "mtp.")
-    assert hybrids.build(pair, expect={"unplaced": 32})["manifest"]["unplaced"] == 32
+    report = hybrids.build(pair)
+    assert report["manifest"]["unplaced"] == 32 and len(report["notes"]) == 1 and "no MTP layer" in report["notes"][0]
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "adapter_model.safetensors"])
+@MODES
+def test_foreign_files_beside_source_or_donor_are_no_part_of_them(pair: Path, mode: str, name: str) -> None:
+    shards.write(pair / "donor" / name, {"model.language_model.layers.0.mlp.shared_expert.up_proj.weight": ("U8", [1], b"x")})
+    (pair / "source" / shards.INDEX).unlink()
+    (pair / "source" / "consolidated.safetensors.index.json").write_text('{"weight_map": {"a": "consolidated.safetensors"}}')
+    (pair / "donor" / name).rename(pair / "aside")
+    want = hybrids.expected(pair / "source", pair / "donor")
+    (pair / "aside").rename(pair / "donor" / name)
+    hybrids.build(pair, mode)
+    assert shards.by_index(pair / "output") == want
+
+
+@MODES
+def test_the_index_has_the_name_that_loaders_look_for(pair: Path, mode: str) -> None:
+    (pair / "source" / shards.INDEX).rename(pair / "source" / "other.safetensors.index.json")
+    hybrids.build(pair, mode)
+    assert [p.name for p in (pair / "output").glob("*.index.json")] == [shards.INDEX]
+    assert shards.by_index(pair / "output") == hybrids.expected(pair / "source", pair / "donor")
+    assert hybrids.build(pair, mode)["after"] == ""
+
+
+@pytest.mark.parametrize(("mode", "want"), [(0o600, 0o600), (0o640, 0o640), (0o777, 0o644), (0o444, 0o444), (0o644, 0o644)])
+def test_no_file_becomes_readable_for_more(pair: Path, mode: int, want: int) -> None:
+    for name in ("README.md", MTP, a_shared_shard(pair / "source").name):
+        (pair / "source" / name).chmod(mode)
+    hybrids.build(pair)
+    for name in ("README.md", MTP, a_shared_shard(pair / "source").name):
+        assert stat.S_IMODE((pair / "output" / name).stat().st_mode) == want
+
+
+# --- numbers that are given ------------------------------------------------------------------------------------------------------
+
+
+def lacking(pair: Path) -> None:
+    drop(pair / "donor", ".layers.2.mlp.shared_expert.")
+
+
+@MODES
+def test_numbers_are_a_part_of_what_complete_means(pair: Path, mode: str) -> None:
+    lacking(pair)
+    hybrids.build(pair, mode, expect={"weights": 9})
+    before = shards.tree(pair / "output")
+    assert hybrids.build(pair, mode, expect={"weights": 9})["after"] == ""
+    assert hybrids.build(pair, mode, expect={"weights": 9, "scales": 9, "unplaced": 56})["after"] == ""
+    for other in (None, {}, {"weights": 12}, {"unplaced": 56}, {"weights": 9, "scales": 12}, {"weights": 9, "unplaced": 1}):
+        assert {"hybrid_weights_differ", "hybrid_scales_differ", "hybrid_unplaced_differ"} & {
+            *hybrids.classes(hybrids.failure(pair, mode, expect=other))
+        }
+        assert shards.tree(pair / "output") == before
+
+
+def test_numbers_that_config_json_gives_too_change_nothing(pair: Path) -> None:
+    assert hybrids.build(pair, expect={"weights": 12})["manifest"]["expect"] == {}
+    for same in (None, {"weights": 12, "scales": 12}, {"unplaced": 56}):
+        assert hybrids.build(pair, expect=same)["after"] == ""
+
+
+def test_an_interrupted_build_is_not_taken_up_with_other_numbers(pair: Path) -> None:
+    lacking(pair)
+    stop_at(pair, "check", expect={"weights": 9})
+    assert "hybrid_weights_differ" in hybrids.classes(hybrids.failure(pair))
+    stop_at(pair, "publish", expect={"weights": 9})
+    assert "hybrid_weights_differ" in hybrids.classes(hybrids.failure(pair))
+    assert not (pair / "output").exists() and hybrids.build(pair, expect={"weights": 9})["after"]
+
+
+class Killed(BaseException):
+    """As good as SIGKILL."""
+
+
+def stop_at(pair: Path, stage: str, mode: str = "materialize", **other: Any) -> None:
+    """A build that ends at the beginning of a stage, or before it is published."""
+
+    def kill(now: str, _done: float) -> None:
+        if now == stage:
+            raise Killed
+
+    def never(_self: Any) -> None:
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        if stage == "publish":
+            patch.setattr(hybrid_folder.Building, "publish", never)
+        hybrids.build(pair, mode, seen=kill, **other)
+
+
+@MODES
+@pytest.mark.parametrize("stage", ["check", "publish"])
+def test_an_interrupted_build_goes_on_without_its_donor(pair: Path, mode: str, stage: str) -> None:
+    stop_at(pair, stage, mode)
+    want = hybrids.expected(pair / "source", pair / "donor")
+    (pair / "donor").rename(pair / "gone")
+    before = shards.tree(pair)
+    assert hybrid_plan.survey(hybrids.spec(pair, mode)) == {"replaced": 12, "scales_added": 12, "unplaced": 56}
+    assert shards.tree(pair) == before
+    hybrids.build(pair, mode)
+    assert shards.by_index(pair / "output") == want
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda b: (b / ".dgxspark-donor.plan.json").unlink(),
+        lambda b: (b / ".dgxspark-donor.json").write_text("{}"),
+        lambda b: (b / ".dgxspark-donor.safetensors").unlink(),
+        lambda b: (b / ".dgxspark-hybrid.journal.json").write_text("{}"),
+    ],
+)
+def test_a_build_that_still_needs_its_donor_says_so(pair: Path, fault: Callable[[Path], Any]) -> None:
+    stop_at(pair, "check")
+    (pair / "donor").rename(pair / "gone")
+    fault(pair / ".output.building")
+    with pytest.raises(JobFailure) as failure:
+        hybrid_plan.survey(hybrids.spec(pair))
+    assert [p["class"] for p in failure.value.problems] == ["source_vanished"]
+
+
+# --- a donor that changes --------------------------------------------------------------------------------------------------------
+
+
+def swap_donor(pair: Path, seed: int = 99) -> None:
+    shutil.rmtree(pair / "donor")
+    hybrids.pair(pair, seed=seed)
+
+
+def touch_donor(pair: Path) -> None:
+    for path in (pair / "donor").glob("*.safetensors"):
+        os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize("swap", [swap_donor, touch_donor])
+def test_a_donor_that_changes_in_one_run_is_told_and_its_bytes_dropped(
+    pair: Path, monkeypatch: pytest.MonkeyPatch, swap: Callable[[Path], Any]
+) -> None:
+    monkeypatch.setattr(donor, "SYNC_BYTES", 1)
+    done: list[float] = []
+
+    def seen(now: str, at: float) -> None:
+        if now == "donor tensors" and at and not done:
+            done.append(at)
+            swap(pair)
+
+    failed = hybrids.failure(pair, seen=seen)
+    assert done and hybrids.classes(failed) == ["donor_changed"] and not (pair / "output").exists()
+    assert hybrids.build(pair)["resumed"] == 0
+    assert shards.by_index(pair / "output") == hybrids.expected(pair / "source", pair / "donor")
+
+
+@pytest.mark.parametrize("swap", [swap_donor, touch_donor, lambda _pair: None])
+def test_a_half_fetched_donor_goes_on_only_with_the_same_files(pair: Path, monkeypatch: pytest.MonkeyPatch, swap: Any) -> None:
+    monkeypatch.setattr(donor, "SYNC_BYTES", 1)
+    monkeypatch.setattr(sources, "CHUNK", 1000)
+
+    def kill(now: str, at: float) -> None:
+        if now == "donor tensors" and at > 15_000:
+            raise Killed
+
+    with pytest.raises(Killed):
+        hybrids.build(pair, seen=kill)
+    noted = json.loads((pair / ".output.building" / ".dgxspark-donor.json").read_text())["bytes"]
+    assert noted > 10_000
+    swap(pair)
+    first: list[float] = []
+    hybrids.build(pair, seen=lambda now, at: first.append(at) if now == "donor tensors" and at else None)
+    assert (first[0] >= noted) == (swap not in (swap_donor, touch_donor))
+    assert shards.by_index(pair / "output") == hybrids.expected(pair / "source", pair / "donor")
 
 
 def test_both_pins_and_what_was_fetched_are_in_the_manifest(pair: Path) -> None:
@@ -292,8 +496,9 @@ def test_a_cache_of_links_is_taken_as_content_and_never_written_through(pair: Pa
     assert shards.by_index(pair / "output") == hybrids.expected(cache, pair / "donor")
     assert shards.tree(pair / "models--org--int4") == before
     if mode == "overlay":
-        config = (pair / "output" / "config.json").stat()
-        assert config.st_ino == (cache / "config.json").stat().st_ino and config.st_nlink == 2
+        shard = (pair / "output" / MTP).stat()
+        assert shard.st_ino == (cache / MTP).stat().st_ino and shard.st_nlink == 2
+        assert (pair / "output" / "config.json").stat().st_nlink == 1
     assert (pair / "output" / shards.INDEX).stat().st_nlink == 1
 
 
@@ -439,6 +644,37 @@ def test_a_donor_whose_bytes_changed_between_two_runs_is_not_mixed(pair: Path) -
     (building / ".dgxspark-donor.safetensors").unlink()  # so that it is fetched again, and now has other bytes of the same layout
     shutil.rmtree(pair / "donor")
     hybrids.pair(pair, seed=5)
+    hybrids.build(pair)
+    assert shards.by_index(pair / "output") == hybrids.expected(pair / "source", pair / "donor")
+
+
+# --- what does not reach the disk --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_file_that_was_lost_on_its_way_to_the_disk_is_written_again(
+    pair: Path, monkeypatch: pytest.MonkeyPatch, number: int, which: int
+) -> None:
+    """The kernel tells of lost pages once: a second fsync succeeds without them."""
+    lost = shards_of(pair / "source")[which].name
+    told: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.endswith(lost) and not told:
+            told.append(path)
+            os.pwrite(descriptor, b"\0" * 4096, os.fstat(descriptor).st_size - 5000)
+            raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        failed = hybrids.failure(pair)
+    assert told and hybrids.classes(failed) == ["dest_failed" if number == errno.EIO else "disk_full"]
+    assert lost in failed.problems[0]["evidence"] and not (pair / "output").exists()
+    noted = json.loads((pair / ".output.building" / hybrid_folder.JOURNAL).read_text())["files"]
+    assert lost not in noted and not (pair / ".output.building" / lost).exists()
+    assert {p.name for p in shards_of(pair / "source")} - {lost} <= noted.keys()  # what reached the disk need not be written again
     hybrids.build(pair)
     assert shards.by_index(pair / "output") == hybrids.expected(pair / "source", pair / "donor")
 
@@ -613,6 +849,7 @@ def flip_tensor(path: Path, part: str) -> None:
     ],
 )
 def test_a_full_look_finds_a_flipped_bit_that_times_do_not_show(pair: Path, mode: str, fault: Callable[[Path], Any], says: str) -> None:
+    hybrids.snapshot(pair / "source")
     hybrids.build(pair, mode)
     whole = hybrids.build(pair, mode, verify="full")
     assert whole["after"] == "" and whole["read"] > 0 and whole["written"] == 0
@@ -622,6 +859,59 @@ def test_a_full_look_finds_a_flipped_bit_that_times_do_not_show(pair: Path, mode
     assert says in report["before"] and report["after"]
     assert shards.by_index(pair / "output") == hybrids.expected(pair / "source", pair / "donor")
     assert hybrids.build(pair, mode, verify="full")["after"] == ""
+
+
+@MODES
+@pytest.mark.parametrize("file", [MTP, "config.json", "a shard"])
+@pytest.mark.parametrize("output_too", [False, True])
+def test_a_rotten_source_is_blamed_and_nothing_built_from_it(pair: Path, mode: str, file: str, output_too: bool) -> None:
+    name = a_shared_shard(pair / "source").name if file == "a shard" else file
+    hybrids.snapshot(pair / "source")
+    hybrids.build(pair, mode)
+    good = hybrids.expected(pair / "source", pair / "donor")
+    if file == "a shard":
+        flip_tensor(pair / "source" / name, ".qweight")
+    else:
+        flip(pair / "source" / name, -2)
+    if output_too:  # of which something else is damaged: building it anew would bring the rotten bytes in
+        flip(pair / "output" / "README.md", 0)
+    before = shards.tree(pair / "output")
+    failed = hybrids.failure(pair, mode, verify="full")
+    assert hybrids.classes(failed) == ["source_damaged"] and f"{name} has SHA-256" in failed.problems[0]["evidence"]
+    assert shards.tree(pair / "output") == before and not (pair / "output.previous").exists()
+    assert not (pair / ".output.building").exists()
+    assert mode == "overlay" or shards.by_index(pair / "output") == good
+
+
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_full_look_reads_the_links_of_an_overlay_too(pair: Path, monkeypatch: pytest.MonkeyPatch, noted: bool) -> None:
+    if noted:
+        hybrids.snapshot(pair / "source")
+    hybrids.build(pair, "overlay")
+    total = sum(path.stat().st_size for path in (pair / "source").glob("*.safetensors"))
+    assert hybrids.build(pair, "overlay", verify="full")["read"] > total
+    real, inode = os.pread, (pair / "source" / MTP).stat().st_ino
+
+    def broken(descriptor: int, count: int, at: int) -> bytes:
+        if os.fstat(descriptor).st_ino == inode:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(descriptor, count, at)
+
+    monkeypatch.setattr(os, "pread", broken)
+    failed = hybrids.failure(pair, "overlay", verify="full")
+    assert hybrids.classes(failed) == ["source_unreadable"] and MTP in failed.problems[0]["evidence"]
+
+
+@pytest.mark.parametrize("damaged", ["source", "output"])
+@pytest.mark.parametrize("file", [MTP, "README.md"])
+def test_where_nothing_tells_which_is_right_nothing_is_replaced(pair: Path, damaged: str, file: str) -> None:
+    hybrids.build(pair)
+    flip(pair / damaged / file, -1)
+    before = [shards.tree(pair / name) for name in ("source", "output")]
+    failed = hybrids.failure(pair, verify="full")
+    assert hybrids.classes(failed) == ["source_differs"] and file in failed.problems[0]["evidence"]
+    assert [shards.tree(pair / name) for name in ("source", "output")] == before
+    assert sorted(p.name for p in pair.iterdir()) == [".output.lock", "donor", "output", "source"]
 
 
 # --- online ----------------------------------------------------------------------------------------------------------------------
@@ -794,4 +1084,4 @@ def test_progress_goes_through_its_stages(pair: Path) -> None:
     assert watched.stages == ["donor headers", "donor tensors", "shards", "check"]
     again: Progress = hybrids.Watched(pair / "progress", lambda _stage, _done: None)
     hybrid_build.build(hybrids.spec(pair, "overlay"), again)
-    assert again.stages == ["donor headers", "donor tensors", "links", "check"]  # type: ignore[attr-defined]
+    assert again.stages == ["links", "donor headers", "donor tensors", "files", "check"]  # type: ignore[attr-defined]

@@ -40,17 +40,8 @@ from ansible_collections.dgxspark.vllm.plugins.module_utils.hybrid_folder import
 from ansible_collections.dgxspark.vllm.plugins.module_utils.hybrid_source import look_at, read_source
 from ansible_collections.dgxspark.vllm.plugins.module_utils.jobs import JobFailure
 from ansible_collections.dgxspark.vllm.plugins.module_utils.snapshot_files import MANIFEST as SNAPSHOT
-from ansible_collections.dgxspark.vllm.plugins.module_utils.snapshot_files import STAMPS, Book, Wanted, note
-from ansible_collections.dgxspark.vllm.plugins.module_utils.sources import Promise
-from hybrids import no_waiting  # noqa: F401 -- a fixture
-
-
-def snapshot(folder: Path, revision: str = "a" * 40) -> None:
-    """Make a folder a complete snapshot of what is in it."""
-    names = [p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file() and not p.name.startswith(".dgxspark")]
-    notes = {name: note(folder, name, shards.tree(folder)[name][2]) for name in names}
-    promises = {name: Promise(entry["size"], entry["sha256"]) for name, entry in notes.items()}
-    Book(folder, "org/int4", revision, "hub", Wanted(revision, "", promises, [])).finished(notes)
+from ansible_collections.dgxspark.vllm.plugins.module_utils.snapshot_files import STAMPS
+from hybrids import no_waiting, snapshot  # noqa: F401 -- no_waiting is a fixture
 
 
 @pytest.fixture

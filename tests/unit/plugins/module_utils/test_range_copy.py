@@ -161,12 +161,40 @@ def test_what_is_abandoned_is_closed_and_not_noted(tmp_path: Path) -> None:
         os.fstat(descriptor)
 
 
-def test_a_file_that_cannot_be_flushed_is_not_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[object] = []
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["fsync", "close"])
+def test_a_file_that_cannot_be_flushed_is_deleted_and_not_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
+) -> None:
+    noted: list[str] = []
+    asked: list[int] = []
     flusher = Flusher()
-    flusher.add(Pending(tmp_path / "a", os.open(tmp_path / "a", os.O_WRONLY | os.O_CREAT), 1, noted.append))
+    descriptors = [os.open(tmp_path / name, os.O_WRONLY | os.O_CREAT) for name in "abc"]
+    for name, descriptor in zip("abc", descriptors, strict=True):
+        flusher.add(Pending(tmp_path / name, descriptor, 1, lambda _info, n=name: noted.append(n)))
+    real = getattr(os, call)
+
+    def once(descriptor: int) -> None:
+        if call == "close":
+            real(descriptor)
+        asked.append(descriptor)
+        if descriptor == descriptors[1] and asked.count(descriptor) == 1:
+            raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, once)
+        with pytest.raises(OSError, match="b") as failure:
+            flusher.finish()
+        assert failure.value.errno == number and failure.value.filename == str(tmp_path / "b")
+        flusher.salvage()
+    assert noted == ["a", "c"] and flusher.waiting == [] and asked.count(descriptors[1]) == 1
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "c"]
+
+
+def test_everything_that_fails_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flusher = Flusher()
+    for name in "ab":
+        flusher.add(Pending(tmp_path / name, os.open(tmp_path / name, os.O_WRONLY | os.O_CREAT), 1, lambda _info: None))
     monkeypatch.setattr(os, "fsync", refuse(errno.EIO))
-    with pytest.raises(OSError):
-        flusher.finish()
-    flusher.abandon()
-    assert noted == [] and flusher.waiting == []
+    flusher.salvage()
+    assert flusher.waiting == [] and not [*tmp_path.iterdir()]

@@ -241,19 +241,17 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, link: str) -> None:
     assert (one / PRISTINE / INDEX_NAME).read_bytes() == b"blob" and not (one / PRISTINE / INDEX_NAME).is_symlink()
 
 
-@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
-@pytest.mark.parametrize(("levels", "refused"), [(1, False), (31, False), (32, True), (400, True), (900, True), (100_000, True)])
-def test_an_index_that_could_not_be_written_again_is_refused(opening: str, closing: str, levels: int, refused: bool) -> None:
-    times = levels // opening.count("{") if len(opening) < 6 else -(-levels // 2)
-    times = levels if opening == "[" else times
-    raw = f'{{"weight_map":{{"a":"{S1}"}},"x":{opening * times}1{closing * times}}}'.encode()
-    if refused:
-        with pytest.raises(BadFile, match="nested") as refusal:
-            parse_index(raw)
-        assert [fault["class"] for fault in refusal.value.problems] in (["index_nested"], ["index_not_json"])
-    elif opening != '[{"a":':
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
+@pytest.mark.parametrize("levels", [1, 31, 32, 400, 900, 100_000])
+def test_an_index_that_could_not_be_written_again_is_refused(opening: str, closing: str, levels: int) -> None:
+    raw = f'{{"weight_map":{{"a":"{S1}"}},"x":{opening * levels}{"1" if opening != "[" else ""}{closing * levels}}}'.encode()
+    if levels < 32:  # and the object around them
         index, problems = parse_index(raw)
         assert not problems and json.loads(index_text(index.document)) == json.loads(raw)
+        return
+    with pytest.raises(BadFile, match="nested") as refusal:
+        parse_index(raw)
+    assert [fault["class"] for fault in refusal.value.problems] == ["index_nested" if levels < 1000 else "index_not_json"]
 
 
 @pytest.mark.parametrize("place", ["metadata", "weight_map"])

@@ -19,6 +19,7 @@ import pytest
 import shards
 import yaml
 from ansible_collections.dgxspark.vllm.plugins.action import hybrid_checkpoint as action
+from ansible_collections.dgxspark.vllm.plugins.module_utils import hybrid_folder
 from ansible_collections.dgxspark.vllm.plugins.module_utils.hybrid import ONLINE_ENGINE_ARGS
 from ansible_collections.dgxspark.vllm.plugins.modules import hybrid_checkpoint
 from ansible_collections.dgxspark.vllm.plugins.plugin_utils.watch import WatchedAction
@@ -142,6 +143,53 @@ def test_in_check_mode_the_source_may_still_be_to_come(look: Look, tmp_path: Pat
     would = look(check=True)
     assert would["changed"] and not would["complete"] and "source_missing" in would["msg"]
     assert look()["failed"]
+
+
+def test_in_check_mode_the_source_of_mode_online_may_still_be_to_come(look: Look, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "source")
+    would = look("online", check=True, donor_repo=None, donor_revision=None, output=None)
+    assert not would.get("failed") and not would["changed"] and not would["complete"] and "source_missing" in would["msg"]
+    assert would["engine_args"] == ONLINE_ENGINE_ARGS
+    assert look("online", donor_repo=None, donor_revision=None, output=None)["failed"]
+
+
+def test_check_mode_does_not_pretend_to_have_read_everything(look: Look, tmp_path: Path, units: LocalUnits) -> None:
+    look()
+    started = len(units.started)
+    would = look(check=True, verify="full")
+    assert would["complete"] and not would["changed"] and "which check mode does not" in would["msg"] and len(units.started) == started
+    assert "msg" not in look(check=True)
+
+
+def test_an_overlay_on_another_file_system_is_told_without_a_job(look: Look, tmp_path: Path, units: LocalUnits) -> None:
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or shm.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second file system here")
+    output = str(shm / tmp_path.name / "output")
+    for check in (True, False):
+        failed = look("overlay", check=check, output=output)
+        assert failed["failed"] and [p["class"] for p in failed["problems"]] == ["overlay_other_file_system"]
+    assert units.started == [] and not Path(output).parent.exists()
+
+
+def test_numbers_that_are_given_count_for_an_output_that_is_there(look: Look, tmp_path: Path) -> None:
+    look()
+    assert not look(expect={"weights": 12})["changed"]
+    failed = look(expect={"weights": 9})
+    assert failed["failed"] and "hybrid_weights_differ" in [p["class"] for p in failed["problems"]]
+
+
+def test_an_interrupted_build_goes_on_though_the_donors_folder_is_gone(look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(_self: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(hybrid_folder.Building, "publish", killed)
+        hybrids.build(tmp_path)
+    want = hybrids.expected(tmp_path / "source", tmp_path / "donor")
+    (tmp_path / "donor").rename(tmp_path / "gone")
+    assert look(check=True).items() >= {**FIGURES, "changed": True}.items()
+    assert look()["complete"] and shards.by_index(tmp_path / "output") == want
 
 
 def test_a_job_that_was_killed_is_told_and_taken_up(look: Look, tmp_path: Path, units: LocalUnits, run_module: Look) -> None:
