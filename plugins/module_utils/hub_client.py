@@ -30,7 +30,7 @@ import re
 import sys
 import threading
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, BinaryIO
 
 CHUNK = 1 << 20  # bytes, the most behind one line
@@ -269,7 +269,7 @@ class Library:
             yield part
             yield from within(pieces, min(stops) - part["start"] if stops else None)
 
-    def _read_http(self, where: tuple[str, str, str], start: int, end: int | None) -> Iterator[Any]:
+    def _read_http(self, where: tuple[str, str, str], start: int, end: int | None) -> Generator[Any, None, None]:
         """Through the hub's redirect to its content servers, which get no token: httpx drops it on the way to another origin."""
         repo, commit, name = where
         headers = {**self._headers, "Accept-Encoding": "identity"}
@@ -297,7 +297,7 @@ class Library:
             self._xet_files[where] = (xet, told.size) if xet is not None and told.size is not None else None
         return self._xet_files[where]
 
-    def _read_xet(self, where: tuple[str, str, str], found: Any, start: int, end: int | None) -> Iterator[Any]:
+    def _read_xet(self, where: tuple[str, str, str], found: Any, start: int, end: int | None) -> Generator[Any, None, None]:
         data, size = found
         stop = size if end is None else min(end, size)
         yield {"start": start, "total": size, "end": stop if stop < size else None, "via": "xet"}

@@ -323,7 +323,8 @@ class _Handler(BaseHTTPRequestHandler):
         except OSError as error:
             self.server.say(f"{offer.folder / name}: {error.strerror or error}")
             # In the status line as well as behind it: a reader's message has at least that.
-            self._plain(409, f"The file {error.strerror or error}; {run_again(FULL)}")
+            said = f"The file {error.strerror or error}; {run_again(FULL)}"
+            self._plain(409, said, text=said)
             return
         with stream:
             self._span(name, stream, *offer.files[name])
@@ -360,15 +361,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(length))
         self.end_headers()
 
-    def _plain(self, status: int, reason: str, more: Mapping[str, str] = NONE) -> None:
-        reason = re.sub(r"[^ -~]", "?", reason)
-        text = f"{reason}\n".encode()
-        self.send_response(status, reason)
-        for key, value in {"Content-Type": "text/plain", **more, "Content-Length": str(len(text))}.items():
+    def _plain(self, status: int, reason: str, more: Mapping[str, str] = NONE, text: str = "") -> None:
+        self.send_response(status, re.sub(r"[^ -~]", "?", reason))
+        body = text.encode()
+        for key, value in {**more, "Content-Length": str(len(body))}.items():
             self.send_header(key, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(text)
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """What was sent is said where it is sent."""

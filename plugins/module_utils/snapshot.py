@@ -28,6 +28,7 @@ from .snapshot_fetch import Fetch, Fetched, Meter
 from .snapshot_files import (
     HUB_TOOLS,
     HUB_TOOLS_PARTS,
+    MOST_NAMED,
     Book,
     Digests,
     Known,
@@ -138,8 +139,9 @@ def bring(spec: dict[str, Any], progress: Progress, sleep: Callable[[float], Non
             progress.alive(text)
 
     request = Request(spec["repo"], spec["revision"], spec["pin"], spec["manifest_sha256"], spec["ignore_patterns"])
-    mine = not dest.exists()
+    mine = False
     try:
+        mine = not dest.exists()
         dest.mkdir(parents=True, exist_ok=True, mode=0o755)
         with locked(dest, float(spec["stall_timeout_s"]), say), Way(request, spec, say, sleep=sleep) as way:
             result = _bring(spec, request, way, Meter(progress, guard), sleep)
@@ -173,15 +175,19 @@ def _bring(spec: dict[str, Any], request: Request, way: Way, meter: Meter, sleep
     resumed = 0 if whole else sum(size_of(dest / name) for name in good)
     if todo:
         resumed += _fetch(spec, wanted, todo, good, book, way, meter, sleep)
+    made = book.manifest(good)
+    if gone := plan(dest, made.promises(), mutable, Known(good, {}, None, b""), True):
+        shown = ", ".join(f"{name} ({state})" for name, state in list(gone.items())[:MOST_NAMED])
+        remedy = "find out what removes or changes files there, then run again: it brings what is missing"
+        raise JobFailure(problem("dest_vanished", f"{dest}: files that were right have gone or changed meanwhile: {shown}", remedy))
     stale = _stale(dest, wanted, noted.files)
     _tidy(dest, [*(dest / name for name in leavers), *stale])
-    made = book.manifest(good).raw()
-    if wanted.manifest and made != wanted.manifest:
+    if wanted.manifest and made.raw() != wanted.manifest:
         evidence = f"{dest / MANIFEST} would not be byte for byte the one that {spec['source']} shares"
         raise JobFailure(problem("wrong_revision", evidence, "use the same release of the collection for both nodes"))
     book.finished(good)
     removed = [*leavers, *(p.relative_to(dest).as_posix() for p in stale)]
-    return _report(good, hashlib.sha256(made).hexdigest(), wanted, resumed, difference(todo, removed, wanted.files))
+    return _report(good, made.sha256, wanted, resumed, difference(todo, removed, wanted.files))
 
 
 def _report(good: Notes, manifest_sha256: str, wanted: Wanted, resumed: int, texts: tuple[str, str]) -> dict[str, Any]:

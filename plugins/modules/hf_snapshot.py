@@ -17,7 +17,14 @@ description:
     and is an error then. A transfer that was killed, in whatever way, goes on in the middle of the file that it was at.
   - The snapshot is complete when C(.dgxspark-snapshot.json) in O(dest) says so, which is written last, and every file has the size and
     time noted in C(.dgxspark-snapshot.stamps.json). That manifest holds nothing of the node, so that it is the same byte for byte on
-    every node with the same files. A file that is missing or differs is brought again, and only that one.
+    every node with the same files. A file that is missing or differs is brought again, and only that one. Where the manifest and those
+    notes differ nothing counts as complete, and the source's list decides.
+  - A finished snapshot is known by its folder alone, before anything of the source is looked at; O(source) may be gone by then.
+  - A folder that is no snapshot yet may hold files of the revision; those with the right digest are taken over, and when one has other
+    content, nothing is written at all (C(dest_foreign)). A snapshot of another repository is left alone as well (C(dest_other_repo));
+    another revision of the same repository is replaced, file by file. Of what C(hf download --local-dir) noted in C(.cache/huggingface)
+    only that is removed, never a cache or a token. Linked folders in O(dest) are neither written nor deleted through.
+  - Never more bytes of a file are taken than the list, the answer or a HEAD request promised.
   - From the hub the client library huggingface_hub does the talking, over HTTP or Xet, in a virtual environment below O(state_dir) that
     is made once from O(client_requirements). Its caches and its home lie below O(state_dir) as well, never in anyone's home folder, and
     nothing of the size of a model is kept there.
@@ -30,7 +37,7 @@ extends_documentation_fragment:
   - dgxspark.vllm.hub_client
 options:
   repo:
-    description: Name of the model repository, as OWNER/NAME.
+    description: Name of the model repository, as OWNER/NAME. What the hub's client accepts is accepted, also an old name without an owner.
     type: str
     required: true
   revision:
@@ -39,6 +46,9 @@ options:
         C(SHA256SUMS), with or without C(sha256:) before it, or a commit together with O(sums_sha256).
       - A branch or tag is resolved once on this node, noted in O(dest), and used from then on until another name is asked for. The
         result has a warning then.
+      - From another node's share a branch or tag means the commit that is in the share's manifest, whatever it was asked for as there, and
+        that commit is recorded. Two nodes that each have a complete snapshot, of different commits under the same name, cannot know
+        of each other; give the commit where that matters.
     type: str
     required: true
   sums_sha256:
@@ -65,7 +75,9 @@ options:
     type: str
     default: ""
   dest:
-    description: Folder of the snapshot on the node. It must not overlap the source.
+    description:
+      - Folder of the snapshot on the node. It must not overlap the source, and must not be a folder of the system, such as V(/srv), V(/tmp)
+        or V(/var/lib), nor a home folder itself; a folder below them is fine.
     type: path
     required: true
   workers:
@@ -80,12 +92,16 @@ options:
     elements: str
     default: []
   mutable:
-    description: Files that others may change after completion; of these only the presence is looked at.
+    description:
+      - Files that others may change after completion. Such a file may differ as long as what was brought is kept beside it, in
+        C(.dgxspark-pristine), as M(dgxspark.vllm.safetensors_index) does. Without that, or when it is empty, it is brought again.
     type: list
     elements: str
     default: [model.safetensors.index.json]
   verify:
-    description: V(stamps) compares sizes and times with what was noted. V(full) reads every file again, as a job on the node.
+    description:
+      - V(stamps) compares sizes and times with what was noted. V(full) reads every file again, as a job on the node,
+        also a snapshot that came from another node. In check mode no file is read; the result's C(msg) says so.
     type: str
     choices: [stamps, full]
     default: stamps
@@ -121,7 +137,8 @@ attributes:
   check_mode:
     description:
       - Says what would be brought; makes and starts nothing. From the hub it asks for the list of files when the client's environment is
-        there, and says only that there is something to bring when it is not.
+        there. Without a client, or with a source that is not there or not usable yet, it says only that there is something to bring, and
+        why it cannot say more, because an earlier task may be about to mend that.
     support: full
   diff_mode:
     description: Lists the files that are brought or removed.
@@ -131,7 +148,9 @@ notes:
     C(revision_not_found), C(file_not_found), which trying again does not change; C(rate_limited), C(hub_unreachable), C(hub_error),
     C(lock_timeout), C(xet_failed), which were tried again after growing pauses, or as long as the hub asked for; C(transfer_stalled).
   - Of any source - C(disk_full), C(digest_mismatch), C(wrong_revision), C(no_digest), C(git_lfs_pointer), C(source_incomplete),
-    C(source_vanished), C(source_unreachable), C(dest_not_writable), C(dest_locked), and more; each has its evidence and remedy.
+    C(source_vanished), C(source_unreachable), C(source_encoded), C(bad_dest), C(dest_not_writable), C(dest_name_too_long),
+    C(dest_vanished), C(dest_foreign), C(dest_other_repo), C(dest_locked), C(dest_failed), C(state_dir_unusable), C(not_root), and more;
+    each has its evidence and remedy.
 """
 
 EXAMPLES = r"""
@@ -264,7 +283,7 @@ from ..module_utils.changes import Changes
 from ..module_utils.jobs import Job, JobFailure, Systemd, new_watch, short
 from ..module_utils.problems import Problem, problem
 from ..module_utils.snapshot_space import existing, gb, place_failure
-from ..module_utils.sources import HEX40, LONGEST_PAUSE_S
+from ..module_utils.sources import HEX40, LONGEST_PAUSE_S, SUMS, source_kind
 
 # What an earlier task, not run in check mode either, may be about to mend.
 PASSING = {"hub_unreachable", "hub_error", "rate_limited", "hub_client_died"}
@@ -407,6 +426,8 @@ def _look(p: dict[str, Any], request: files.Request, spec: dict[str, Any]) -> tu
 def _would(p: dict[str, Any], request: files.Request, spec: dict[str, Any], wrong: list[Problem]) -> dict[str, Any]:
     """Check mode's answer when something is missing. wrong: what is already known of the source."""
     passing = PASSING if p["source"] == "hub" else PASSING | PASSING_PLACES
+    if source_kind(p["source"]) != "folder" or (Path(p["source"]) / SUMS).exists():
+        passing = passing - {"no_pin"}  # it is no cache, whatever happens before
     changes = Changes()
     answer = {"complete": False, "files": 0, "bytes": 0, "resumed_bytes": 0, "commit": "", "manifest_sha256": ""}
     try:

@@ -182,3 +182,33 @@ def test_weights_without_an_index(tmp_path: Path, bring: Bring) -> None:
     (folder / "blobs" / "77.incomplete").write_bytes(b"x" * 9)
     found = Bring(tmp_path, "other").failure(tmp_path / "hub", revision=A)
     assert found["class"] == "source_incomplete" and "its weights" in found["evidence"] and "77.incomplete (9 bytes)" in found["evidence"]
+
+
+@pytest.mark.parametrize(
+    ("names", "lacking"),
+    [
+        (["model-00001-of-00002.safetensors"], ["model-00002-of-00002.safetensors"]),
+        (["model-00002-of-00003.safetensors"], ["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors"]),
+        (["sub/m-00001-of-00002.bin", "m-00001-of-00001.bin"], ["sub/m-00002-of-00002.bin"]),
+        (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], []),
+        (["model-1-of-2.safetensors", "x-00001-of-00002"], []),
+    ],
+)
+def test_a_numbered_set_with_gaps_and_no_index(tmp_path: Path, names: list[str], lacking: list[str]) -> None:
+    cache(tmp_path, A, {"config.json": b"{}", **{name: name.encode() for name in names}})
+    bring = Bring(tmp_path)
+    if lacking:
+        found = bring.failure(tmp_path, revision=A)
+        assert found["class"] == "source_incomplete" and all(name in found["evidence"] for name in lacking)
+        assert not any(f"lacks {name}" in found["evidence"] or f", {name}" in found["evidence"] for name in names)
+    else:
+        assert set(bring(tmp_path, revision=A)["files"]) == {"config.json", *names}
+    bring(tmp_path, revision=A, ignore_patterns=lacking)
+
+
+@pytest.mark.parametrize("name", ["README.md", "tokenizer.json"])
+def test_unfinished_downloads_and_no_weights(tmp_path: Path, name: str) -> None:
+    folder = cache(tmp_path, A, {"config.json": b"{}", name: b"x"})
+    (folder / "blobs" / ("b" * 64 + ".incomplete")).write_bytes(b"half")
+    found = Bring(tmp_path).failure(tmp_path, revision=A)
+    assert found["class"] == "source_incomplete" and "its weights" in found["evidence"] and ".incomplete" in found["evidence"]

@@ -177,8 +177,9 @@ def test_the_token_and_signatures_are_in_no_text() -> None:
     assert len(str(classify(RuntimeError("x" * 10_000)))) < 1500
 
 
-@pytest.mark.parametrize("secret", [TOKEN, "hf_a\nb", "hf_a'\"b", "hf_\u00e9\u200b", "hf\\a b", "hf_<&>", "a/b+c=d"])
-def test_the_token_is_found_in_every_quoting(secret: str) -> None:
+@pytest.mark.parametrize("inside", ["+/=", "\n", "'\"", "\u00e9\u200b", "\\ ", "<&>", "/%"])
+def test_the_token_is_found_in_every_quoting(inside: str) -> None:
+    secret = f"geheim{inside}geheim"
     for text in (
         repr(secret),
         repr(f"Bearer {secret}".encode()),
@@ -190,9 +191,7 @@ def test_the_token_is_found_in_every_quoting(secret: str) -> None:
         f"x{secret}x",
     ):
         shown = without(secret, f"Illegal header value {text} in it")
-        assert (
-            "***" in shown and secret[-1:] not in shown.replace("Illegal header value", "").replace("in it", "").replace("token", "")[:40]
-        )
+        assert "***" in shown and "geh" not in shown
 
 
 def test_a_token_at_the_cut_is_found() -> None:

@@ -110,6 +110,37 @@ def test_what_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, ou
     assert ready(tmp_path, LOCK) is None
 
 
+RETRY = "WARNING: Retrying (Retry(total={}, connect=None)) after connection broken by 'NewConnectionError(\"{}\")': /simple/demo/"
+NONE = "ERROR: No matching distribution found for demo==1"
+UNTRUSTED = "WARNING: The repository located at mirror is not a trusted or secure host and is being ignored."
+
+
+@pytest.mark.parametrize(
+    ("output", "kind", "evidence", "remedy"),
+    [
+        ([RETRY.format(n, "[Errno 111] Connection refused") for n in (4, 3, 2, 1, 0)], "unreachable", "refused|(5 retries)", "proxy"),
+        ([RETRY.format(4, "[Errno -2] Name or service not known")], "unreachable", "Name or service|(1 retries)", "proxy"),
+        ([UNTRUSTED], "untrusted", "mirror is not a trusted", "--trusted-host"),
+        ([UNTRUSTED, *["Collecting demo==1"] * 60], "untrusted", "mirror is not a trusted", "--trusted-host"),
+        (["WARNING: 401 Error, Credentials not correct for https://mirror/simple/demo/"], "refused", "Credentials", "netrc"),
+        (["ERROR: HTTP error 403 while getting https://mirror/demo.whl"], "refused", "403", "netrc"),
+        ([RETRY.format(4, "Tunnel connection failed: 407 Proxy Authentication Required")], "refused", "407", "http_proxy"),
+        (["SSLError(SSLCertVerificationError(1, '[SSL: CERTIFICATE_VERIFY_FAILED]'))"], "unreachable", "CERTIFICATE", "proxy"),
+    ],
+)
+def test_the_line_that_tells_is_kept(output: list[str], kind: str, evidence: str, remedy: str) -> None:
+    found = hub_venv._pip_problem("pip install", 1, [*output, NONE])
+    assert found["class"] == f"package_index_{kind}" and remedy in found["remedy"] and NONE in found["evidence"]
+    assert all(part in found["evidence"] for part in evidence.split("|"))
+    assert found["evidence"].index(evidence.split("|")[0]) < found["evidence"].index(NONE)
+
+
+def test_a_password_in_an_address_is_in_no_line() -> None:
+    said: list[str] = []
+    status, tail = hub_venv._run(["echo", "Looking in indexes: https://user:s3cret@mirror/simple, https://s3cret@b/"], said.append)
+    assert status == 0 and "s3cret" not in str(said) + str(tail) and "https://***@mirror/simple" in tail[0]
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
 

@@ -36,6 +36,8 @@ def work(spec, progress):
         print("line", step, flush=True)
         progress.at(step + 1)
         time.sleep(spec.get("pause", 0))
+    if spec.get("environment"):
+        return {"environment": {name: os.environ.get(name) for name in spec["environment"]}}
     if spec.get("raise") == "failure":
         raise JobFailure(problem("disk_full", "0 bytes free", "free some"))
     if spec.get("raise") == "kill":
@@ -278,6 +280,56 @@ def test_no_systemd_is_an_error_and_nothing_starts(job: Job, units: LocalUnits) 
     with pytest.raises(JobFailure, match="no_systemd"):
         job.follow({"name": "a"}, "w1", 0)
     assert units.started == []
+
+
+PROXY = "http://user:s3cret@proxy:3128"
+ODD_VALUES = [PROXY, "a b", "a\"b'c", "a\\b\\", "$HOME ${HOME} %h %%", "#x;y", "a\nb=c", "`id`", " lead and trail ", "\u00e9", "\udcff"]
+
+
+@pytest.mark.parametrize("value", ODD_VALUES)
+def test_the_proxy_comes_to_the_worker_as_it_is(job: Job, units: LocalUnits, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("https_proxy", value)
+    monkeypatch.delenv("http_proxy", raising=False)
+    modes: list[str] = []
+    start = units.start
+
+    def bare(unit: str, description: str, argv: list[str], log: Path) -> None:
+        """As systemd does: with nothing of this process's environment."""
+        modes.append(oct((job.folder / jobs.ENVIRONMENT).stat().st_mode)[-3:])
+        assert value not in str(argv) + description
+        with monkeypatch.context() as patch:
+            for name in jobs.PASSED_ON:
+                patch.delenv(name, raising=False)
+            start(unit, description, argv, log)
+
+    monkeypatch.setattr(units, "start", bare)
+    status = wait(job, {"name": "a", "environment": ["https_proxy", "http_proxy"]}, "w1")
+    assert status.result == {"environment": {"https_proxy": value, "http_proxy": None}}
+    assert modes == ["600"] and not (job.folder / jobs.ENVIRONMENT).exists()
+
+
+@pytest.mark.parametrize("name", jobs.PASSED_ON)
+def test_no_command_has_a_proxys_password(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Neither its arguments, which everyone on the node can read, nor so the unit's properties."""
+    commands: list[tuple[str, ...]] = []
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        commands.append(argv)
+        return subprocess.CompletedProcess(argv, 0, "", "")
+
+    monkeypatch.setenv(name, PROXY)
+    monkeypatch.setattr(jobs.Systemd, "_run", staticmethod(run))
+    jobs.Systemd().start("a.service", "a", ["/bin/true"], tmp_path / "log")
+    assert commands and "s3cret" not in str(commands) and name not in str(commands) and "--setenv=HOME=/root" in commands[0]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"https_proxy": 5, "PATH": "/evil"}', "{"])
+def test_a_damaged_environment_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.delenv("https_proxy", raising=False)
+    before = dict(os.environ)
+    (tmp_path / jobs.ENVIRONMENT).write_text(text)
+    jobs._take_over(tmp_path)
+    assert dict(os.environ) == before
 
 
 def test_systemd_missing_names_every_cause(monkeypatch: pytest.MonkeyPatch) -> None:

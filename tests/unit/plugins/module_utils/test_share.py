@@ -19,6 +19,7 @@ import pytest
 from ansible_collections.dgxspark.vllm.plugins.module_utils import share
 from ansible_collections.dgxspark.vllm.plugins.module_utils.jobs import JobFailure, Progress, Stopped
 from ansible_collections.dgxspark.vllm.plugins.module_utils.share import Offer, Server, Span, address_problems, local_addresses, span_of
+from ansible_collections.dgxspark.vllm.plugins.module_utils.sources import UrlSource
 from finished_snapshot import MANIFEST, STAMPS, finished
 
 INDEX = "model.safetensors.index.json"
@@ -297,6 +298,45 @@ def test_a_file_that_changes_while_it_is_shared(server: Server, folder: Path) ->
     rewrite(folder, "config.json", b"[]")
     assert ask(server, "/config.json")[0] == 409
     assert ask(server, f"/{MANIFEST}")[0] == 200
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / "config.json", 1)
+
+
+def replaced(folder: Path) -> None:
+    rewrite(folder, "config.json", b"[]")
+
+
+def gone(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+@pytest.mark.parametrize("change", [cut, replaced, gone])
+def test_who_reads_learns_where_to_mend_it(
+    server: Server, folder: Path, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(share.socket, "gethostname", lambda: "spark-head")
+    change(folder)
+    status, _, body = ask(server, "/config.json")
+    assert status == 409 and b"on spark-head" in body and b"checkpoint_verify: full" in body and b"-l spark-head" in body
+    assert ask(server, "/config.json", "HEAD")[2] == b""
+    with pytest.raises(JobFailure) as caught:
+        UrlSource(server.url, TOKEN, ()).read("config.json")
+    evidence = caught.value.problems[0]["evidence"]
+    assert "409" in evidence and "spark-head" in evidence and "checkpoint_verify: full" in evidence
+    found = Offer(folder).problems()
+    assert len(found) == 1 and "on spark-head" in found[0]["remedy"] and "checkpoint_verify: full" in found[0]["remedy"]
+
+
+@pytest.mark.parametrize("manifest", [None, b"{}", b"\xff"])
+def test_an_unfinished_snapshot_names_its_node(folder: Path, manifest: bytes | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(share.socket, "gethostname", lambda: "spark-head")
+    (folder / MANIFEST).unlink() if manifest is None else (folder / MANIFEST).write_bytes(manifest)
+    with pytest.raises(JobFailure) as caught:
+        Offer(folder)
+    remedy = caught.value.problems[0]["remedy"]
+    assert "on spark-head" in remedy and "ansible-playbook" in remedy and "-l spark-head" in remedy
 
 
 def test_the_manifest_stays_that_of_the_beginning(server: Server, folder: Path) -> None:

@@ -395,6 +395,36 @@ def test_a_disk_that_fills_up(source: tuple[Path, str], bring: Bring, monkeypatc
     assert bring.failure(folder, pin)["class"] == "disk_full"
 
 
+@pytest.mark.parametrize("victims", [["empty.txt"], ["empty.txt", "config.json"]])
+@pytest.mark.parametrize("all_of_it", [True, False])
+def test_files_that_are_removed_meanwhile(
+    source: tuple[Path, str], bring: Bring, monkeypatch: pytest.MonkeyPatch, victims: list[str], all_of_it: bool
+) -> None:
+    real = snapshot_fetch.Fetch.file
+
+    def file(self: Any, name: str, promise: Promise) -> Any:
+        if name == MODEL:  # the last one: it is the largest
+            for victim in victims:
+                (bring.dest / victim).unlink()
+            if all_of_it:
+                shutil.rmtree(bring.dest)
+        return real(self, name, promise)
+
+    monkeypatch.setattr(snapshot_fetch.Fetch, "file", file)
+    found = bring.failure(*source)
+    assert found["class"] == "dest_vanished" and any(name in found["evidence"] for name in victims) and not bring.complete(source[1])
+    monkeypatch.setattr(snapshot_fetch.Fetch, "file", real)
+    bring(*source)
+    assert bring.complete(source[1])
+
+
+@pytest.mark.parametrize(("dest", "kind"), [("x" * 300, "dest_name_too_long"), ("file/x", "dest_not_writable"), ("dangling/x", "dest_")])
+def test_destinations_that_cannot_be(source: tuple[Path, str], tmp_path: Path, dest: str, kind: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to("none")
+    assert Bring(tmp_path, dest).failure(*source)["class"].startswith(kind)
+
+
 # --- a web server as source ------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from ansible_collections.dgxspark.vllm.plugins.module_utils.jobs import Status
 from ansible_collections.dgxspark.vllm.plugins.modules import hf_snapshot
 from hub import Fault, Hub, commit_of, fill
 from local_units import LocalUnits
+from snapshots import cache
 from web import Server
 
 FILES = {"config.json": b"{}", "model.safetensors.index.json": b"{}", "model.safetensors": os.urandom(50_000)}
@@ -109,6 +111,142 @@ def test_check_mode_before_the_source_is_there(look: Look, tmp_path: Path) -> No
     assert look(source=str(tmp_path / "not mounted yet"))["problems"][0]["class"] == "source_vanished"
     result = look(check=True, source="http://127.0.0.1:9/m")
     assert result["changed"] and "cannot be told now" in result["msg"]
+
+
+PLACES = ["folder", "cache", "url", "hub"]
+
+
+@pytest.fixture
+def place(tmp_path: Path, pin: str, hub: Hub) -> Iterator[Callable[[str], tuple[dict[str, Any], Callable[[], Any]]]]:
+    """(arguments, what takes the source away) of a source of a kind."""
+    running = Server(tmp_path / "source")
+    threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+
+    def made(kind: str) -> tuple[dict[str, Any], Callable[[], Any]]:
+        if kind == "folder":
+            return {}, lambda: shutil.rmtree(tmp_path / "source")
+        if kind == "cache":
+            cache(tmp_path / "hub-cache", "a" * 40, FILES)
+            return {"source": str(tmp_path / "hub-cache"), "revision": "a" * 40}, lambda: shutil.rmtree(tmp_path / "hub-cache")
+        if kind == "url":
+            return {"source": running.url}, running.shutdown
+        commit = fill(hub, "org/name", FILES)
+        return {"source": "hub", "endpoint": hub.url, "client_python": sys.executable, "revision": commit}, hub.stop
+
+    yield made
+    running.shutdown()
+    running.server_close()
+
+
+@pytest.mark.parametrize("kind", PLACES)
+def test_a_finished_snapshot_does_not_need_its_source(look: Look, place: Any, kind: str, units: LocalUnits) -> None:
+    """The disk is unmounted, the cache cleaned, the server or the client gone."""
+    args, take_away = place(kind)
+    assert look(**args)["complete"]
+    take_away()
+    if kind == "hub":
+        args["client_python"] = "/none"
+    for check in (True, False):
+        again = look(check=check, **args)
+        assert again["complete"] and not again["changed"] and "job" not in again
+    full = look(verify="full", **args)
+    assert full["complete"] and not full["changed"] and len(units.started) == 2
+    would = look(check=True, verify="full", **args)
+    assert would["complete"] and "in check mode verify=full reads no file" in would["msg"]
+
+
+@pytest.mark.parametrize(
+    ("args", "kind"),
+    [
+        ({"source": "gone"}, "source_vanished"),
+        ({"source": "gone", "revision": "a" * 40}, "source_vanished"),  # a cache, or a folder: who knows
+        ({"source": "gone", "revision": "a" * 40, "sums_sha256": "0" * 64}, "source_vanished"),
+        ({"source": "empty"}, "no_sums"),
+        ({"source": "empty", "revision": "a" * 40}, "no_pin"),  # a cache's root without that repository
+        ({"source": "cache", "revision": "b" * 40}, "revision_not_found"),
+        ({"source": "broken cache", "revision": "a" * 40}, "source_incomplete"),
+    ],
+)
+def test_a_source_that_is_not_usable_yet(look: Look, tmp_path: Path, args: dict[str, Any], kind: str, units: LocalUnits) -> None:
+    """A follower in check mode does not have what the first node has."""
+    (tmp_path / "empty").mkdir()
+    cache(tmp_path / "cache", "a" * 40, FILES)
+    broken = cache(tmp_path / "broken cache", "a" * 40, FILES)
+    shutil.rmtree(broken / "blobs")
+    args = {**args, "source": str(tmp_path / args["source"])}
+    would = look(check=True, **args)
+    assert would["changed"] and not would["complete"] and would["missing"] == {"files": None, "bytes": None} and kind in would["msg"]
+    result = look(**args)
+    assert result["failed"] and {p["class"] for p in result["problems"]} == {kind} and units.started == []
+
+
+@pytest.mark.parametrize("source", ["http://127.0.0.1:9/m", "source"])
+def test_a_source_that_can_be_no_cache_needs_its_pin_in_check_mode_too(look: Look, tmp_path: Path, source: str) -> None:
+    result = look(check=True, source=source if ":" in source else str(tmp_path / source), revision="a" * 40)
+    assert result["failed"] and result["problems"][0]["class"] == "no_pin"
+
+
+def test_another_nodes_snapshot_is_read_again_too(look: Look, tmp_path: Path, pin: str) -> None:
+    """verify=full of a follower: what is damaged comes from the other node."""
+    first = look(dest=str(tmp_path / "first"))
+    with Server(tmp_path / "first") as running:
+        threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
+        args = {"source": running.url, "manifest_sha256": first["manifest_sha256"], "revision": "main"}
+        assert look(**args)["complete"]
+        file = tmp_path / "dest" / "model.safetensors"
+        info = file.stat()
+        file.write_bytes(bytes(50_000))
+        os.utime(file, ns=(info.st_atime_ns, info.st_mtime_ns))
+        assert not look(**args)["changed"]
+        done = look(verify="full", **args)
+        running.shutdown()
+    assert done["changed"] and done["complete"] and file.read_bytes() == FILES[file.name]
+
+
+def test_files_of_somebody_else_are_named_in_check_mode_by_their_size(look: Look, place: Any, tmp_path: Path) -> None:
+    (tmp_path / "dest").mkdir()
+    (tmp_path / "dest" / "config.json").write_text("precious")
+    found = look(check=True, **place("hub")[0])["problems"][0]
+    assert found["class"] == "dest_foreign" and "config.json" in found["evidence"]
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_another_repositorys_folder(look: Look, check: bool) -> None:
+    look()
+    assert look(check=check, repo="other/repo")["problems"][0]["class"] == "dest_other_repo"
+
+
+@pytest.mark.parametrize("shut", ["state", "dest"])
+def test_without_become_the_user_is_named_first(look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shut: str) -> None:
+    (tmp_path / "dest").mkdir()
+    (tmp_path / "dest" / "config.json").mkdir()  # a problem of the destination, told when somebody may write there
+    (tmp_path / "state").mkdir()
+    monkeypatch.setattr(hf_snapshot.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(hf_snapshot.os, "access", lambda path, _mode: Path(path) != tmp_path / shut)
+    found = look()["problems"]
+    assert [p["class"] for p in found] == ["not_root"] and str(tmp_path / shut) in found[0]["evidence"] and "become" in found[0]["remedy"]
+
+
+def test_what_may_not_be_read_without_become(look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: Any) -> None:
+        raise PermissionError(13, "Permission denied", "/var/lib/x")
+
+    monkeypatch.setattr(hf_snapshot.os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(hf_snapshot.files, "complete", refuse)
+    for check in (True, False):
+        assert [p["class"] for p in look(check=check)["problems"]] == ["not_root"]
+
+
+@pytest.mark.parametrize("kind", ["file", "dangling", "file above"])
+def test_a_state_folder_that_is_none_is_named_as_such(look: Look, tmp_path: Path, kind: str) -> None:
+    state = tmp_path / "state"
+    if kind == "dangling":
+        state.symlink_to(tmp_path / "none")
+    else:
+        state.write_text("")
+    state = state / "below" if kind == "file above" else state
+    found = look(state_dir=str(state))["problems"][0]
+    assert found["class"] == "state_dir_unusable" and str(tmp_path / "state") in found["evidence"]
 
 
 def test_full_verification_is_a_job_and_changes_only_what_is_wrong(look: Look, tmp_path: Path, units: LocalUnits) -> None:
@@ -237,9 +375,8 @@ def test_a_branch_is_warned_about(ask: Look, hub: Hub, tmp_path: Path) -> None:
     ("args", "kinds"),
     [
         ({"client_python": ""}, {"no_client"}),
-        ({"client_python": "/none"}, {"client_unsuitable"}),
         (
-            {"repo": "name", "endpoint": "hub.example", "workers": 0, "revision": "0" * 64},
+            {"repo": "a b", "endpoint": "hub.example", "workers": 0, "revision": "0" * 64},
             {"bad_repo", "bad_source", "bad_workers", "bad_pin"},
         ),
         ({"sums_sha256": "0" * 64}, {"bad_pin"}),
@@ -259,7 +396,19 @@ def test_check_mode_without_a_client_or_a_hub(ask: Look, hub: Hub, tmp_path: Pat
     assert not (tmp_path / "state").exists() and hub.requests == []
     result = ask(check=True, endpoint="http://127.0.0.1:9")
     assert result["changed"] and "hub_unreachable" in result["msg"]
+    result = ask(check=True, client_python="/none")  # an earlier task may make it, or only the first node has it
+    assert result["changed"] and "client_unsuitable" in result["msg"]
+    assert ask(client_python="/none")["problems"][0]["class"] == "client_unsuitable"
     assert ask(check=True, revision="0" * 40)["problems"][0]["class"] == "revision_not_found"
+
+
+@pytest.mark.parametrize("kind", ["venv_unavailable", "client_package_missing", "package_index_unreachable", "client_not_installed"])
+def test_check_mode_where_a_client_cannot_be_made(ask: Look, monkeypatch: pytest.MonkeyPatch, kind: str, units: LocalUnits) -> None:
+    found = [{"class": kind, "evidence": "", "remedy": "", "severity": "error"}]
+    monkeypatch.setattr(hf_snapshot.hub_venv, "foreseen", lambda *_args: found)
+    would = ask(check=True)
+    assert would["changed"] and kind in would["msg"]
+    assert ask()["problems"][0]["class"] == kind and units.started == []
 
 
 def test_space_is_looked_at_in_check_mode(ask: Look, look: Look, tmp_path: Path, units: LocalUnits) -> None:

@@ -250,7 +250,7 @@ def test_hf_snapshot_takes_it(shared: Share, run_module: Share, tmp_path: Path, 
             args["watch"] = result["job"]["watch"]
         raise AssertionError("never ended")
 
-    refused = take("another token")
+    refused = take("another-token")
     assert refused["failed"]
     assert "401" in refused["msg"]
     assert told["token"] not in json.dumps(refused)
