@@ -43,6 +43,12 @@ def _is_repository(folder: Path) -> bool:
     return folder.name.startswith("models--") and (folder / "snapshots").is_dir()
 
 
+def repositories(source: str) -> list[str]:
+    """The models that a cache's root (or the folder above it) has; [] for a folder that is no cache."""
+    found = {path.name for at in ("", "hub") for path in Path(source, at).glob("models--*") if _is_repository(path)}
+    return [name.removeprefix("models--").replace("--", "/") for name in sorted(found)][:MOST_NAMED]
+
+
 def resolve(cache: Path, source: str, repo: str, asked: str) -> str:
     """The commit of the snapshot that is meant; JobFailure when that is not clear. asked: a commit, or the name of a branch or tag."""
     if cache.name != f"models--{repo.replace('/', '--')}":

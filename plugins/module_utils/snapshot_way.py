@@ -135,6 +135,9 @@ def pinned(revision: str, sums_sha256: str, source: str) -> tuple[str, list[Prob
     if wanted:
         return wanted, []
     folder = source if source_kind(source) == "folder" else "FOLDER"
+    if folder == source and (cached := hf_cache.repositories(source)):
+        evidence = f"{source} is a cache of the hub's tools, without this repository; it has: {', '.join(cached)}"
+        return "", [problem("not_in_cache", evidence, "correct the repository's name, or bring it there with: hf download REPO")]
     return "", [
         problem(
             "no_pin",

@@ -473,10 +473,13 @@ class _Refused(Exception):
         self.code, self.content_range, self._with_token = code, content_range, with_token
 
     def failure(self) -> JobFailure:
-        kind = {401: "not_authorised", 403: "not_authorised", 404: "not_found", 410: "not_found"}.get(self.code, "source_unreadable")
+        kinds = {401: "not_authorised", 403: "not_authorised", 404: "not_found", 409: "source_changed", 410: "not_found"}
+        kind = kinds.get(self.code, "source_unreadable")
         remedy = f"check the address; the files and {SUMS} must be readable there without credentials"
         if self._with_token:
             remedy = "check the address and the share's token; a share of an earlier run has ended with its token"
+        if self.code == 409:
+            remedy = "mend it on the node that shares it: the checkpoint role there with checkpoint_verify: full; then run this again"
         return JobFailure(problem(kind, str(self), remedy))
 
 

@@ -292,7 +292,7 @@ PASSING |= {"package_index_unreachable", "source_vanished", "source_unreachable"
 # Of any source but the hub, which an earlier task, or the first node, may be about to fill.
 PASSING_PLACES = {"no_pin", "no_sums", "source_incomplete", "source_unreadable", "source_changed", "not_found", "revision_not_found"}
 # What is wrong with a pin only when its source is what it seems to be now: a cache that is gone looks like a plain folder without a list.
-OF_THE_SOURCE = {"no_pin", "source_vanished"}
+OF_THE_SOURCE = {"no_pin", "not_in_cache", "source_vanished"}
 UNREAD = "; in check mode verify=full reads no file: sizes and times are as noted"
 
 
@@ -324,6 +324,8 @@ def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
             hub.store_secret(Path(p["state_dir"]), f"{name}.{secret}", p[secret])
 
     status = job.follow(spec, watch, _patience(p))
+    if status.state != "running":
+        hub.store_secret(Path(p["state_dir"]), f"{name}.source_token", "")  # a share's token is of no use after this
     answer = {**base, "changed": False, "complete": status.state == "done", "job": status.wire(watch)}
     if status.state != "done":
         return {**answer, "bytes": 0, "files": 0, "resumed_bytes": 0, "commit": "", "manifest_sha256": ""}
@@ -407,7 +409,7 @@ def _whole(manifest: files.Manifest, request: files.Request) -> dict[str, Any]:
 def _look(p: dict[str, Any], request: files.Request, spec: dict[str, Any]) -> tuple[files.Wanted, dict[str, str], int | None, int]:
     """Files wanted, why each one missing is, their size, bytes to come; JobFailure when they cannot be brought."""
     dest = Path(p["dest"])
-    asked = {**spec, "source_token": p["source_token"]}
+    asked = {**spec, "source_token": hub.checked_secret(p["source_token"], "source_token")}
     if spec["hub"]:
         asked["hub"] = {**spec["hub"], "xet": False}  # only lists are asked for, and that library makes folders
     with way.Way(request, asked, lambda _line: None, patient=False, make=False, hub_token=p["token"]) as at:

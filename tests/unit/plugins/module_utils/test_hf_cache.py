@@ -12,6 +12,7 @@ import pytest
 from ansible_collections.dgxspark.vllm.plugins.module_utils import hf_cache
 from ansible_collections.dgxspark.vllm.plugins.module_utils.jobs import JobFailure
 from ansible_collections.dgxspark.vllm.plugins.module_utils.snapshot_files import MANIFEST
+from ansible_collections.dgxspark.vllm.plugins.module_utils.snapshot_way import pinned
 from snapshots import MODEL, REPO, Bring, cache, git, sha
 
 A, B, C = "a" * 40, "b" * 40, "c" * 40
@@ -41,6 +42,20 @@ def test_what_is_no_cache(root: Path, tmp_path: Path) -> None:
     (root / "models--org--name" / "SHA256SUMS").write_text("")  # it says itself what is in it
     assert hf_cache.find(str(root / "models--org--name"), REPO) is None
     assert hf_cache.find(str(tmp_path / "none"), REPO) is None
+
+
+@pytest.mark.parametrize("place", ["", ".."])
+def test_a_cache_without_the_repository_says_what_it_has(root: Path, place: str) -> None:
+    (root / "models--a--b" / "snapshots").mkdir(parents=True)
+    (root / "datasets--c--d" / "snapshots").mkdir(parents=True)
+    _, found = pinned(A, "", str(root / place))
+    assert [p["class"] for p in found] == ["not_in_cache"]
+    assert "a/b, org/name" in found[0]["evidence"] and "c/d" not in found[0]["evidence"]
+
+
+def test_another_folder_is_to_be_pinned(tmp_path: Path) -> None:
+    _, found = pinned(A, "", str(tmp_path))
+    assert [p["class"] for p in found] == ["no_pin"]
 
 
 # Commits that are there, refs, what is asked for; the commit, or None and a word of the error.
