@@ -161,7 +161,7 @@ def bring(spec: dict[str, Any], progress: Progress, sleep: Callable[[float], Non
 
 def _bring(spec: dict[str, Any], request: Request, way: Way, meter: Meter, sleep: Callable[[float], None]) -> dict[str, Any]:
     dest, mutable = Path(spec["dest"]), list(spec["mutable"])
-    meter.stage("list", message="asking what is to be brought")
+    meter.stage("prepare", message="asking what is to be brought")
     noted, wanted, todo = survey(dest, request, mutable, way)
     good, todo = _verified(dest, noted, wanted, todo, mutable, spec["verify"] == "full", meter)
     if blocked := [*foreign(dest, noted, todo), *in_the_way(dest, {name: wanted.files[name] for name in todo})]:
