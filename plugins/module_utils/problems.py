@@ -23,11 +23,22 @@ def errors(problems: Iterable[Problem]) -> list[Problem]:
     return [p for p in problems if p["severity"] == "error"]
 
 
+MOST_ALIKE = 4  # problems of one kind that a text for a person shows
+
+
 def describe(problems: Sequence[Problem], headline: str = "") -> str:
-    """All problems as one text for a person: cause, evidence and remedy of each, the worst first."""
+    """All problems as one text for a person: cause, evidence and remedy of each, the worst first.
+
+    Those with one cause and one remedy, such as a fault of many files, stand together, and the first few of them are enough.
+    """
     ordered = sorted(problems, key=lambda p: p["severity"] != "error")
-    lines = [headline] if headline else []
+    alike: dict[tuple[str, str, str], list[str]] = {}
     for p in ordered:
-        lines.append(f"{p['severity'].upper()} {p['class']}: {p['evidence']}")
-        lines.append(f"  remedy: {p['remedy']}")
+        alike.setdefault((p["severity"], p["class"], p["remedy"]), []).append(p["evidence"])
+    lines = [headline] if headline else []
+    for (severity, class_, remedy), evidence in alike.items():
+        lines += [f"{severity.upper()} {class_}: {text}" for text in evidence[:MOST_ALIKE]]
+        if len(evidence) > MOST_ALIKE:
+            lines.append(f"  and {len(evidence) - MOST_ALIKE} more of this kind")
+        lines.append(f"  remedy: {remedy}")
     return "\n".join(lines)
